@@ -1,0 +1,116 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/cancel.hpp"
+#include "decode/acceptance.hpp"
+#include "engine/draft_forward.hpp"
+#include "engine/target_forward.hpp"
+#include "state/draft_feature_mirror.hpp"
+
+namespace dflash {
+
+struct DecoderOptions {
+    int32_t prefill_chunk = 512;
+    /// What a failure of the draft side does: false throws it, true logs it, says so in the stats and goes on alone.
+    bool autoregressive_on_draft_failure = false;
+};
+
+/// What one prefill or step did.
+struct StepResult {
+    std::vector<int32_t> tokens;   // emitted, in order
+    std::vector<Draw> draws;       // log-probabilities, one per token, when asked for
+    int32_t width = 0;             // rows of the target forward
+    int32_t n_proposed = 0;        // proposals that were verified: width - 1
+    int32_t n_accepted = 0;
+    StopReason reason = StopReason::none;
+    double draft_ms = 0, verify_ms = 0, accept_ms = 0, commit_ms = 0, append_ms = 0;
+};
+
+constexpr size_t max_draft_slots = 64;
+
+/// Totals since begin().
+struct DecoderStats {
+    int64_t prompt_tokens = 0;
+    int64_t emitted = 0;           // tokens, the first one from the prefill included
+    int64_t steps = 0;             // target forwards after the prefill
+    int64_t draft_steps = 0;       // of these, with proposals
+    int64_t proposed = 0;
+    int64_t accepted = 0;
+    std::array<int64_t, max_draft_slots> proposed_by_slot{};
+    std::array<int64_t, max_draft_slots> accepted_by_slot{};
+    double prefill_ms = 0, draft_ms = 0, verify_ms = 0, accept_ms = 0, commit_ms = 0, append_ms = 0;
+    std::string draft_disabled;    // why the drafter stopped, empty while it works
+};
+
+/// The token loop over one target cache, with or without a drafter: each step proposes, verifies, draws and accepts;
+/// what a step accepted is committed by the next step, or by settle(), so that a caller may still cut it. One user at
+/// a time; cancel() from any thread.
+class Decoder {
+  public:
+    /// draft may be null. With the drafter on another device, features travel through `mirror`.
+    Decoder(TargetCache & cache, TargetForward & target, DraftContext * context, DraftForward * draft,
+            DraftFeatureMirror * mirror, DecoderOptions options);
+
+    /// Starts a request: sampling, ids that end it. The cache keeps what it has. Throws Status::invalid.
+    void begin(const SamplingParams & params, std::vector<int32_t> stop_ids);
+    /// Appends n tokens behind what the cache holds and draws the first new token (not yet in the cache: the anchor).
+    StepResult prefill(const int32_t * ids, int64_t n, int64_t budget,
+                       const std::function<bool(int64_t, int64_t)> & progress);
+    /// Consumes the anchor and up to width - 1 proposals, emits at least one token and at most `budget`.
+    /// width <= 1, or no drafter: plain decoding. Throws Status::capacity when the context is full.
+    StepResult step(int32_t width, int64_t budget);
+    /// Commits the last step, but only its first n_keep emitted tokens: with n_keep = 1 just the anchor that it
+    /// consumed. Negative: all of it. After this the cache, its features and the drafter agree on position(), and the
+    /// last kept token is the anchor again. No-op when nothing is pending.
+    void settle(int64_t n_keep = -1);
+    /// Forgets the sequence: cache, drafter, history.
+    void reset();
+    /// After the cache was changed from outside (restore): the tokens it now holds. The drafter starts at `draft_from`
+    /// when its own state was not restored along.
+    void adopt(std::vector<int32_t> tokens, int64_t draft_from);
+
+    void cancel() { cancel_.raise(); }
+    const DecoderStats & stats() const { return stats_; }
+    bool has_drafter() const { return draft_ != nullptr && stats_.draft_disabled.empty(); }
+    /// Tokens in the cache once the last step is committed.
+    int64_t position() const { return cache_.position() + pending_rows_; }
+    int64_t room() const { return cache_.capacity() - position(); }
+    bool has_anchor() const { return has_anchor_; }
+    /// Committed and pending tokens, the anchor last.
+    const std::vector<int32_t> & tokens() const { return history_->tokens(); }
+    int32_t max_width() const;
+    TargetCache & cache() { return cache_; }
+    DraftContext * draft_context() { return context_; }
+
+  private:
+    void append_features();
+    StepResult step_alone(int64_t budget);
+    StepResult step_drafted(int32_t width, int64_t budget);
+    void disable_draft(const Error & error);
+    void count(const StepResult & result);
+
+    TargetCache & cache_;
+    TargetForward & target_;
+    DraftContext * context_;
+    DraftForward * draft_;
+    DraftFeatureMirror * mirror_;
+    DecoderOptions options_;
+    CancelToken cancel_;
+    std::unique_ptr<Sampler> sampler_;
+    std::unique_ptr<TokenHistory> history_;
+    std::vector<int32_t> stop_ids_;
+    DecoderStats stats_;
+    bool has_anchor_ = false;
+    VerifyOutcome pending_;
+    int64_t pending_rows_ = 0;
+    double carried_commit_ms_ = 0; // of the previous step, reported with the one that pays for it
+    double carried_append_ms_ = 0;
+};
+
+} // namespace dflash

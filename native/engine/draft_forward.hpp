@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "graph/draft_graph.hpp"
+#include "state/draft_context.hpp"
+#include "state/target_cache.hpp"
+
+namespace dflash {
+
+/// Runs the drafter over one context and owns the graphs that do it. One user at a time; takes the device's lock.
+class DraftForward {
+  public:
+    explicit DraftForward(DraftContext & context);
+
+    /// Writes the context K/V of positions [base, base + n) from the features in ring rows p % capacity. ring lies on
+    /// the drafter's device. All checks of DraftContext::check_append come before the first write; n = 0 does nothing.
+    /// After a device error the context is empty and starts again at base.
+    void append_ring(ggml_tensor * ring, int64_t capacity, int64_t base, int64_t n);
+    /// The same from a target cache on this device; Status::invalid when the rows are not in its ring (any more).
+    void append(const TargetCache & cache, int64_t base, int64_t n);
+    /// The same from host memory, f32 [n, n_taps * n_embd].
+    void append_host(const float * features, int64_t base, int64_t n);
+
+    /// Drafts the block at the context's cursor behind `anchor`, which stands at that position. Queued; the proposals
+    /// are in verify_ids() and can be read with proposals(). Throws Status::invalid for an id outside the vocabulary.
+    void propose(int32_t anchor);
+    /// i32 [n_proposals + 1] on the device: anchor, proposals.
+    ggml_tensor * verify_ids() const { return verify_ids_; }
+    /// The proposals of the last propose(). Throws Status::internal when one is no token (logits of NaN).
+    std::vector<int32_t> proposals();
+    /// Draft logits of the last propose(), f32 [n_proposals, vocabulary], and hidden rows [n_proposals, n_embd].
+    std::vector<float> logits();
+    std::vector<float> hidden();
+    bool has_proposals() const { return propose_ != nullptr && proposed_; }
+    uint64_t graph_bytes() const;
+
+  private:
+    void run_append(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n, int64_t end);
+    DraftAppendGraph & append_graph(int32_t n_rows, ggml_tensor * ring);
+    void append_all(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n);
+
+    DraftContext & context_;
+    std::unique_ptr<TensorGroup> ids_;
+    ggml_tensor * block_ids_ = nullptr;
+    ggml_tensor * verify_ids_ = nullptr;
+    std::vector<std::unique_ptr<DraftAppendGraph>> appends_;
+    std::unique_ptr<DraftProposeGraph> propose_;
+    std::vector<int32_t> ints_;
+    std::vector<int32_t> block_;
+    std::vector<int32_t> positions_;
+    std::vector<float> embeddings_;
+    bool proposed_ = false;
+};
+
+} // namespace dflash
