@@ -1,0 +1,434 @@
+#include "check.hpp"
+
+#include <limits>
+#include <set>
+
+#include <sys/stat.h>
+
+#include "gguf/gguf_file.hpp"
+#include "gguf_bytes.hpp"
+#include "scratch_file.hpp"
+
+using namespace dflash;
+using namespace dflash::testing;
+
+namespace {
+
+std::shared_ptr<const GgufFile> opened(const GgufBytes & file) {
+    const ScratchFile scratch(file.bytes(), "model.gguf");
+    return GgufFile::open(scratch.path());
+}
+
+std::shared_ptr<const GgufFile> opened_with_key(const std::string & key) {
+    GgufBytes file = sample_gguf();
+    file.keys.push_back(key);
+    return opened(file);
+}
+
+std::shared_ptr<const GgufFile> opened_with_tensor(const TensorEntry & tensor) {
+    GgufBytes file = sample_gguf();
+    file.tensors.push_back(tensor);
+    file.data.resize(4096);
+    return opened(file);
+}
+
+constexpr int64_t lowest = std::numeric_limits<int64_t>::min();
+constexpr int64_t highest = std::numeric_limits<int64_t>::max();
+constexpr uint64_t past_end = 352; // first aligned offset behind the sample's tensors
+
+} // namespace
+
+TEST(a_good_file_is_read_back) {
+    const GgufBytes bytes = sample_gguf();
+    const auto file = opened(bytes);
+    CHECK_EQ(file->version(), 3u);
+    CHECK_EQ(file->architecture(), "sample");
+    CHECK_EQ(file->total_bytes(), bytes.bytes().size());
+    CHECK_EQ(file->values().size(), bytes.keys.size());
+    CHECK_EQ(file->require_int("n.u8", 0, 255), 200);
+    CHECK_EQ(file->require_int("n.i8", -128, 127), -100);
+    CHECK_EQ(file->require_int("n.u16", 0, highest), 60000);
+    CHECK_EQ(file->require_int("n.i16", lowest, highest), -30000);
+    CHECK_EQ(file->require_int("n.u32", 0, highest), 4000000000);
+    CHECK_EQ(file->require_int("n.i32", lowest, 0), -2000000000);
+    CHECK_EQ(file->require_int("n.i64", lowest, 0), -(1ll << 62));
+    CHECK_EQ(file->require_float("x.f32", 0, 2), 1.5);
+    CHECK_EQ(file->require_float("x.f64", -3, 0), -2.25);
+    CHECK_EQ(file->number_at(*file->find("n.u64"), 0), 9223372036854775808.0);
+    CHECK(file->bool_or("flag", false));
+    CHECK(file->bools_or("bools", {}, 4) == std::vector<bool>({true, true, false, true}));
+    CHECK(file->bools_or("bits", {}, 3) == std::vector<bool>({true, false, true}));
+    CHECK(file->ints_or("ints", {}, 3) == std::vector<int64_t>({3, -4, 5}));
+    CHECK(file->ints_or("n.u8", {}, 1) == std::vector<int64_t>({200}));
+    CHECK(file->floats_or("floats", {}, 2) == std::vector<double>({0.5, -8.0}));
+    CHECK(file->find("missing") == nullptr);
+    CHECK(file->find("") == nullptr);
+}
+
+TEST(tensors_point_into_the_file) {
+    const GgufBytes bytes = sample_gguf();
+    const auto file = opened(bytes);
+    REQUIRE(file->tensors().size() == 4);
+    const uint64_t start = bytes.bytes().size() - bytes.data.size();
+    for (size_t i = 0; i < 4; ++i) {
+        const GgufTensorInfo & tensor = file->tensors()[i];
+        const TensorEntry & entry = bytes.tensors[i];
+        CHECK_EQ(tensor.name, entry.name);
+        CHECK_EQ(tensor.offset, start + entry.offset);
+        CHECK_EQ(static_cast<size_t>(tensor.n_dims), entry.ne.size());
+        CHECK_EQ(tensor.split_index, 0);
+        CHECK(tensor.data == tensor.file->data() + tensor.offset);
+        CHECK(std::memcmp(tensor.data, bytes.data.data() + entry.offset, tensor.nbytes) == 0);
+        CHECK(file->find_tensor(entry.name) == &tensor);
+        CHECK_EQ(tensor.nbytes, ggml_row_size(tensor.type, tensor.ne[0]) *
+                                    static_cast<uint64_t>(tensor.ne[1] * tensor.ne[2] * tensor.ne[3]));
+    }
+    CHECK_EQ(file->tensors()[2].nbytes, 68u);
+    CHECK_EQ(file->tensors()[1].ne[1], 1);
+    CHECK(file->find_tensor("a.weigh") == nullptr);
+}
+
+TEST(the_map_outlives_the_file_object) {
+    GgufTensorInfo tensor;
+    {
+        tensor = *opened(sample_gguf())->find_tensor("a.weight");
+    }
+    CHECK_EQ(static_cast<int>(tensor.data[1]), 8);
+}
+
+TEST(strings_have_random_access) {
+    const auto file = opened(sample_gguf());
+    const GgufValue & tokens = *file->find("tokens");
+    CHECK_EQ(tokens.count, 100u);
+    CHECK(tokens.type == GgufType::array && tokens.element_type == GgufType::string);
+    CHECK_EQ(tokens.string_marks.size(), 4u);
+    for (int i = 99; i >= 0; --i) {
+        CHECK_EQ(file->string_at(tokens, static_cast<uint64_t>(i)), sample_token(i));
+    }
+    CHECK_THROWS_WITH(Status::invalid, "index 100, want below 100", file->string_at(tokens, 100));
+    CHECK_THROWS(Status::invalid, file->string_at(*file->find("none"), 0));
+    CHECK_THROWS(Status::invalid, file->string_at(*file->find("general.architecture"), 1));
+    CHECK_THROWS(Status::invalid, file->int_at(*file->find("ints"), 3));
+    CHECK_THROWS(Status::invalid, file->number_at(*file->find("floats"), 1ull << 62));
+    CHECK_THROWS(Status::format, file->int_at(tokens, 0));
+    CHECK_THROWS(Status::format, file->int_at(*file->find("flag"), 0));
+    CHECK_THROWS(Status::format, file->number_at(tokens, 0));
+    CHECK_THROWS(Status::format, file->string_at(*file->find("ints"), 0));
+    CHECK_EQ(file->int_at(*file->find("ints"), 1), -4);
+    CHECK_EQ(file->number_at(*file->find("floats"), 1), -8.0);
+    CHECK_EQ(file->raw_bytes(*file->find("ints")), 12u);
+    CHECK_EQ(file->raw_bytes(*file->find("general.architecture")), 14u);
+    CHECK_EQ(static_cast<int>(file->raw(*file->find("general.architecture"))[0]), 6);
+}
+
+TEST(look_ups_name_file_key_found_and_wanted) {
+    const auto file = opened(sample_gguf());
+    const std::string path = file->path();
+    CHECK_THROWS_WITH(Status::format, (path + ": key \"gone\" is missing, want an integer").c_str(),
+                      file->require_int("gone", 0, 1));
+    CHECK_THROWS_WITH(Status::format, "key \"x.f32\" has type f32, want an integer", file->int_or("x.f32", 0, 0, 9));
+    CHECK_THROWS_WITH(Status::format, "key \"n.u8\" is 200, want 1 to 100", file->require_int("n.u8", 1, 100));
+    CHECK_THROWS_WITH(Status::format, "holds 9223372036854775808", file->require_int("n.u64", 0, highest));
+    CHECK_THROWS_WITH(Status::format, "array of 3 i32", file->require_int("ints", 0, 9));
+    CHECK_THROWS_WITH(Status::format, "has type u8", file->require_float("n.u8", 0, 999));
+    CHECK_THROWS_WITH(Status::format, "is 1.5, want 2 to 3", file->float_or("x.f32", 2.5, 2, 3));
+    CHECK_THROWS(Status::format, file->bool_or("n.u8", true));
+    CHECK_THROWS(Status::format, file->require_string("flag"));
+    CHECK_THROWS(Status::format, file->string_or("tokens", ""));
+    CHECK_THROWS_WITH(Status::format, "has 3 elements, want at most 2", file->ints_or("ints", {}, 2));
+    CHECK_THROWS(Status::format, file->ints_or("floats", {}, 9));
+    CHECK_THROWS(Status::format, file->ints_or("bools", {}, 9));
+    CHECK_THROWS_WITH(Status::format, "holds 3 at index 0, want 0 or 1", file->bools_or("ints", {}, 9));
+    CHECK_THROWS(Status::format, file->bools_or("flag", {}, 9));
+    CHECK_THROWS(Status::format, file->bools_or("tokens", {}, 999));
+    CHECK_THROWS(Status::format, file->floats_or("ints", {}, 9));
+    CHECK_EQ(file->int_or("gone", -7, 0, 1), -7);
+    CHECK_EQ(file->float_or("gone", 9.5, 0, 1), 9.5);
+    CHECK_EQ(file->string_or("gone", "else"), "else");
+    CHECK(!file->bool_or("gone", false));
+    CHECK(file->ints_or("gone", {1, 2}, 1) == std::vector<int64_t>({1, 2}));
+    CHECK(file->bools_or("gone", {true}, 1) == std::vector<bool>({true}));
+    CHECK(file->floats_or("gone", {0.5}, 1) == std::vector<double>({0.5}));
+}
+
+TEST(numbers_that_are_not_finite_are_refused) {
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    const double infinite = std::numeric_limits<double>::infinity();
+    const auto file = opened_with_key(gguf_key("bad", GgufType::f32, bytes_of(nan)));
+    CHECK_THROWS(Status::format, file->require_float("bad", -infinite, infinite));
+    const auto other = opened_with_key(gguf_array("bad", GgufType::f64, 1, bytes_of(infinite)));
+    CHECK_THROWS_WITH(Status::format, "inf", other->floats_or("bad", {}, 9));
+}
+
+TEST(versions) {
+    GgufBytes file = sample_gguf();
+    file.version = 2;
+    CHECK_EQ(opened(file)->version(), 2u);
+    for (const uint32_t version : {0u, 4u, 0x10003u}) {
+        file.version = version;
+        CHECK_THROWS_WITH(Status::unsupported, "want 2 or 3", opened(file));
+    }
+    file.version = 1;
+    CHECK_THROWS_WITH(Status::unsupported, "convert the model again", opened(file));
+    file.version = 0x03000000;
+    CHECK_THROWS_WITH(Status::unsupported, "big-endian", opened(file));
+    file.version = 3;
+    file.magic = "GGML";
+    CHECK_THROWS_WITH(Status::format, "begins with \"GGML\"", opened(file));
+    file.magic = std::string("\0\n\xff'", 4);
+    CHECK_THROWS_WITH(Status::format, "\"\\x00\\x0a\\xff'\"", opened(file));
+}
+
+TEST(every_shorter_file_is_refused) {
+    const std::string bytes = sample_gguf().bytes();
+    const ScratchFile scratch(bytes);
+    CHECK(GgufFile::open(scratch.path()) != nullptr);
+    for (size_t size = bytes.size(); size > 0; --size) {
+        std::filesystem::resize_file(scratch.path(), size - 1);
+        CHECK_THROWS(Status::format, GgufFile::open(scratch.path()));
+    }
+}
+
+TEST(counts_without_bytes_behind_them) {
+    for (const uint64_t claim : {1ull << 20, 1ull << 31, 1ull << 61, 1ull << 63, ~0ull - 100}) {
+        GgufBytes file = sample_gguf();
+        file.extra_keys = static_cast<int64_t>(claim);
+        const ScratchFile keys(file.bytes());
+        CHECK(fenced_status(0, [&] { GgufFile::open(keys.path()); }) == Status::format);
+        file = sample_gguf();
+        file.extra_tensors = static_cast<int64_t>(claim);
+        const ScratchFile tensors(file.bytes());
+        CHECK(fenced_status(0, [&] { GgufFile::open(tensors.path()); }) == Status::format);
+        for (const GgufType type : {GgufType::string, GgufType::u8, GgufType::u16, GgufType::f32, GgufType::u64}) {
+            file = sample_gguf();
+            file.keys.push_back(gguf_array("bomb", type, claim, ""));
+            const ScratchFile array(file.bytes());
+            CHECK(fenced_status(0, [&] { GgufFile::open(array.path()); }) == Status::format);
+        }
+        file = sample_gguf();
+        file.keys.push_back(gguf_key("bomb", GgufType::string, bytes_of<uint64_t>(claim)));
+        const ScratchFile text(file.bytes());
+        CHECK(fenced_status(0, [&] { GgufFile::open(text.path()); }) == Status::format);
+    }
+    GgufBytes one_more = sample_gguf();
+    one_more.extra_keys = 1;
+    CHECK_THROWS(Status::format, opened(one_more));
+    one_more = sample_gguf();
+    one_more.extra_tensors = 1;
+    CHECK_THROWS(Status::format, opened(one_more));
+}
+
+TEST(counts_with_bytes_behind_them_stay_small) {
+    GgufBytes file;
+    for (int i = 0; i < 70000; ++i) {
+        file.keys.push_back(gguf_key(format("%07d", i), GgufType::u8, "x"));
+    }
+    const ScratchFile keys(file.bytes());
+    CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(keys.path()); }) == Status::format);
+    file = GgufBytes();
+    for (uint64_t i = 0; i < GgufFile::max_tensors; ++i) {
+        file.tensors.push_back({format("%063llu", static_cast<unsigned long long>(i)), {1}, GGML_TYPE_F32, i * 32});
+    }
+    file.data.resize(GgufFile::max_tensors * 32 - 32); // the last tensor does not fit
+    const ScratchFile tensors(file.bytes());
+    CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(tensors.path()); }) == Status::format);
+    file = GgufBytes();
+    const uint64_t n_strings = 4000000;
+    file.keys = {gguf_array("tokens", GgufType::string, n_strings, std::string(n_strings * 8, '\0')), "nothing"};
+    const ScratchFile strings(file.bytes());
+    CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(strings.path()); }) == Status::format);
+    file = GgufBytes();
+    for (int i = 0; i < 300; ++i) {
+        file.keys.push_back(gguf_key(std::string(65000, 'k') + std::to_string(i), GgufType::u8, "x"));
+    }
+    const ScratchFile long_keys(file.bytes());
+    CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(long_keys.path()); }) == Status::format);
+}
+
+TEST(bad_keys_are_refused) {
+    CHECK_THROWS_WITH(Status::format, "key name is empty", opened_with_key(gguf_u32("", 1)));
+    CHECK_THROWS_WITH(Status::format, "\"flag\" occurs twice", opened_with_key(gguf_u32("flag", 1)));
+    CHECK_THROWS_WITH(Status::format, "\"a\\x00b\"", opened_with_key(gguf_u32(std::string("a\0b", 3), 1)));
+    CHECK_THROWS_WITH(Status::format, "UTF-8", opened_with_key(gguf_u32("\xc0\x80", 1)));
+    CHECK_THROWS_WITH(Status::format, "65536 bytes", opened_with_key(gguf_u32(std::string(65536, 'k'), 1)));
+    CHECK(opened_with_key(gguf_u32(std::string(65535, 'k'), 1))->find(std::string(65535, 'k')) != nullptr);
+    CHECK_THROWS_WITH(Status::format, "value type is 13",
+                      opened_with_key(gguf_key("k", static_cast<GgufType>(13), "")));
+    CHECK_THROWS_WITH(Status::format, "element type is 4294967295",
+                      opened_with_key(gguf_array("k", static_cast<GgufType>(~0u), 1, "xxxx")));
+    CHECK_THROWS_WITH(Status::format, "arrays of arrays",
+                      opened_with_key(gguf_array("k", GgufType::array, 1, bytes_of<uint32_t>(0))));
+    CHECK_THROWS_WITH(Status::format, "stored as 2", opened_with_key(gguf_key("k", GgufType::boolean, "\2")));
+    CHECK_THROWS_WITH(Status::format, "stored as 255",
+                      opened_with_key(gguf_array("k", GgufType::boolean, 2, "\1\xff")));
+    CHECK_THROWS_WITH(Status::format, "general.architecture", opened(GgufBytes())->architecture());
+}
+
+TEST(alignments) {
+    for (const uint32_t bad : {0u, 1u, 3u, 4u, 24u, 33u, 0x80000000u, 0xffffffffu}) {
+        GgufBytes file = sample_gguf();
+        file.keys[1] = gguf_u32("general.alignment", bad);
+        CHECK_THROWS_WITH(Status::format, "want a power of two from 8", opened(file));
+    }
+    GgufBytes file = sample_gguf();
+    file.keys[1] = gguf_string("general.alignment", "32");
+    CHECK_THROWS_WITH(Status::format, "has type string, want u32", opened(file));
+    file.keys[1] = gguf_u32("general.alignment", 64);
+    file.alignment = 64;
+    CHECK_THROWS_WITH(Status::format, "\"c.weight\": data offset 96, want a multiple of 64", opened(file));
+    file.keys[1] = gguf_u32("general.alignment", 8);
+    file.alignment = 8;
+    const auto small = opened(file);
+    CHECK_EQ(static_cast<int>(small->find_tensor("a.weight")->data[0]), 1);
+}
+
+TEST(bad_shapes_are_refused) {
+    CHECK_THROWS_WITH(Status::format, "0 dimensions", opened_with_tensor({"t", {}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "5 dimensions", opened_with_tensor({"t", {1, 1, 1, 1, 1}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "dimension 1 is 0", opened_with_tensor({"t", {4, 0}, 0, past_end}));
+    CHECK_THROWS(Status::format, opened_with_tensor({"t", {1ull << 63}, 0, past_end}));
+    CHECK_THROWS(Status::format, opened_with_tensor({"t", {~0ull}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "product", opened_with_tensor({"t", {1ull << 32, 1ull << 32}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "product",
+                      opened_with_tensor({"t", {1ull << 16, 1ull << 16, 1ull << 16, 1ull << 16}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "overflow 64 bits", opened_with_tensor({"t", {1ull << 62}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "do not fit the file", opened_with_tensor({"t", {1ull << 60}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "want a multiple of 32 for q8_0",
+                      opened_with_tensor({"t", {33}, GGML_TYPE_Q8_0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "want a multiple of 256 for q4_K",
+                      opened_with_tensor({"t", {32, 8}, GGML_TYPE_Q4_K, past_end}));
+}
+
+TEST(tensor_types) {
+    for (const uint32_t id : {4u, 5u, 31u, 32u, 33u, 36u, 37u, 38u, static_cast<uint32_t>(GGML_TYPE_COUNT), 1000u,
+                              0x80000000u, 0xffffffffu}) {
+        const std::string message = "\"t\" has type number " + std::to_string(id);
+        CHECK_THROWS_WITH(Status::unsupported, message.c_str(), opened_with_tensor({"t", {256}, id, past_end}));
+    }
+    for (const uint32_t id : {0u, 1u, 2u, 8u, 10u, 14u, 20u, 23u, 27u, 30u, 39u}) {
+        CHECK(opened_with_tensor({"t", {256}, id, past_end})->find_tensor("t")->nbytes > 0);
+    }
+}
+
+TEST(bad_offsets_are_refused) {
+    CHECK_THROWS_WITH(Status::format, "want a multiple of 32", opened_with_tensor({"t", {4}, 0, past_end + 1}));
+    CHECK_THROWS_WITH(Status::format, "do not fit the file", opened_with_tensor({"t", {4}, 0, 4096}));
+    CHECK_THROWS_WITH(Status::format, "do not fit the file", opened_with_tensor({"t", {9}, 0, 4064}));
+    CHECK(opened_with_tensor({"t", {8}, 0, 4064})->find_tensor("t") != nullptr);
+    CHECK_THROWS_WITH(Status::format, "do not fit the file", opened_with_tensor({"t", {4}, 0, ~0ull - 31}));
+    CHECK_THROWS_WITH(Status::format, "\"a.weight\" and \"t\" overlap", opened_with_tensor({"t", {1}, 0, 32}));
+    CHECK_THROWS_WITH(Status::format, "overlap", opened_with_tensor({"t", {1}, 0, 0}));
+    CHECK_THROWS_WITH(Status::format, "overlap", opened_with_tensor({"t", {256}, GGML_TYPE_Q4_K, 192}));
+    CHECK_THROWS_WITH(Status::format, "\"a.weight\" occurs twice", opened_with_tensor({"a.weight", {1}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "tensor name is empty", opened_with_tensor({"", {1}, 0, past_end}));
+    CHECK_THROWS_WITH(Status::format, "64 bytes", opened_with_tensor({std::string(64, 't'), {1}, 0, past_end}));
+    CHECK(opened_with_tensor({std::string(63, 't'), {1}, 0, past_end}) != nullptr);
+}
+
+TEST(bytes_behind_and_between_tensors_are_allowed) {
+    GgufBytes file = sample_gguf();
+    file.data += std::string(1000, 'z');
+    CHECK_EQ(opened(file)->tensors().size(), 4u);
+    file.tensors.erase(file.tensors.begin() + 1);
+    CHECK_EQ(opened(file)->tensors().size(), 3u);
+    file.tensors.clear();
+    file.data.clear();
+    file.alignment = 0;
+    CHECK(opened(file)->tensors().empty());
+}
+
+TEST(files_that_are_no_files) {
+    const ScratchFile empty("");
+    CHECK_THROWS_WITH(Status::format, "empty", GgufFile::open(empty.path()));
+    CHECK_THROWS_WITH(Status::not_found, "cannot be opened", GgufFile::open(empty.folder() + "/gone.gguf"));
+    CHECK_THROWS_WITH(Status::not_found, "not a regular file", GgufFile::open(empty.folder()));
+    CHECK_THROWS(Status::not_found, GgufFile::open(""));
+    CHECK_THROWS(Status::invalid, GgufFile::open(std::string("a\0b", 3)));
+    const std::string pipe = empty.folder() + "/pipe";
+    REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+    CHECK_THROWS_WITH(Status::not_found, "not a regular file", GgufFile::open(pipe));
+}
+
+TEST(messages_are_one_line_whatever_the_file_holds) {
+    GgufBytes file = sample_gguf();
+    file.keys.push_back(gguf_u32(std::string("two\nlines\x1b[31m") + std::string(5000, '\t'), 1));
+    file.keys.push_back(file.keys.back());
+    try {
+        opened(file);
+        CHECK(false);
+    } catch (const Error & error) {
+        const std::string text = error.what();
+        CHECK(text.find('\n') == std::string::npos && text.find('\x1b') == std::string::npos);
+        CHECK(text.find("two\\x0alines\\x1b[31m") != std::string::npos);
+        CHECK(text.size() < 1000);
+    }
+}
+
+TEST(the_digest_follows_the_content) {
+    const GgufBytes sample = sample_gguf();
+    const std::string digest = opened(sample)->digest();
+    CHECK_EQ(digest.size(), 32u);
+    CHECK_EQ(digest.find_first_not_of("0123456789abcdef"), std::string::npos);
+    std::set<std::string> digests = {digest};
+    CHECK_EQ(opened(sample)->digest(), digest); // another path
+    for (const size_t byte : {size_t{0}, size_t{47}, size_t{64}, sample.data.size() - 1}) {
+        GgufBytes file = sample;
+        file.data[byte] ^= 1;
+        CHECK(digests.insert(opened(file)->digest()).second);
+    }
+    GgufBytes file = sample;
+    file.keys[2] = gguf_key("n.u8", GgufType::u8, bytes_of<uint8_t>(201));
+    CHECK(digests.insert(opened(file)->digest()).second);
+    file = sample;
+    file.keys[2] = gguf_key("n.u8", GgufType::i8, bytes_of<uint8_t>(200));
+    CHECK(digests.insert(opened(file)->digest()).second);
+    file = sample;
+    file.tensors[0].name = "A.weight";
+    CHECK(digests.insert(opened(file)->digest()).second);
+    file = sample;
+    file.tensors[0].ne = {3, 4};
+    CHECK(digests.insert(opened(file)->digest()).second);
+    file = sample;
+    file.data[60] ^= 1; // padding
+    CHECK_EQ(opened(file)->digest(), digest);
+    file.tensors = {{"large", {1u << 20}, GGML_TYPE_I8, 0}};
+    file.data.assign(1u << 20, 'x');
+    digests = {opened(file)->digest()};
+    for (const size_t byte : {size_t{0}, size_t{4095}, file.data.size() - 4096, file.data.size() - 1}) {
+        GgufBytes other = file;
+        other.data[byte] = 'y';
+        CHECK(digests.insert(opened(other)->digest()).second);
+    }
+}
+
+TEST(damaged_files_never_crash) {
+    const std::string good = sample_gguf().bytes();
+    const ScratchFile scratch(good);
+    TestRandom random(20240607);
+    int accepted = 0;
+    int refused = 0;
+    for (int round = 0; round < 6000; ++round) {
+        scratch.write(damaged(good, random));
+        try {
+            const auto file = GgufFile::open(scratch.path());
+            uint64_t sum = file->digest().size();
+            for (const GgufValue & value : file->values()) {
+                for (uint64_t i = 0; i < value.count; ++i) {
+                    sum += value.element_type == GgufType::string ? file->string_at(value, i).size()
+                                                                  : file->number_at(value, i) > 0.0;
+                }
+                CHECK(file->find(value.key) == &value);
+            }
+            for (const GgufTensorInfo & tensor : file->tensors()) {
+                sum += tensor.data[0] + tensor.data[tensor.nbytes - 1];
+            }
+            CHECK(sum > 0);
+            ++accepted;
+        } catch (const Error & error) {
+            CHECK(error.what()[0] != '\0' && std::strchr(error.what(), '\n') == nullptr);
+            ++refused;
+        }
+    }
+    CHECK(accepted > 100); // damage to payloads only
+    CHECK(refused > 1000);
+}
