@@ -140,7 +140,7 @@ def function(statement: str, enums: set[str], pointers: set[str]) -> str:
     types = []
     for parameter in parameters.split(","):
         if parameter.strip() not in ("", "void"):
-            parameter_name = re.findall(r"\w+", parameter)[-1]
+            parameter_name = re.findall(r"\w+", parameter.partition("[")[0])[-1]
             types.append(f"{parameter_name}: {python_type(parameter, enums, pointers, result=False)}")
     arguments = "".join(f", {entry}" for entry in types)
     slash = ", /" if types else ""  # cffi functions take no keyword arguments
