@@ -42,7 +42,7 @@ class SparseLogits:
     columns: _Ints
     column_logits: _Floats
 
-    def compare(self, logits: _Floats, index: int | tuple[int, ...] = ()) -> Agreement:
+    def compare(self, logits: _Floats, index: int | tuple[int | slice, ...] = ()) -> Agreement:
         """Hold full logits [..., n_vocab] against the stored rows at `index` of the leading axes."""
         at_top = np.take_along_axis(logits, self.top_ids[index], axis=-1)
         worst = max(

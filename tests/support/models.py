@@ -4,6 +4,7 @@ The committed GGUFs hold bf16 weights to stay small. ggml rounds activations to 
 so only an f32 copy (`upcast_gguf`) can be held against float32 goldens.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,8 @@ from typing import Literal
 import gguf
 import numpy as np
 import numpy.typing as npt
+import safetensors
+from safetensors.numpy import save_file
 
 from .q4_k import quantize_q4_k
 
@@ -58,6 +61,22 @@ def quantize_gguf(path: Path, out: Path, quant: QuantType) -> Path:
         return gguf.quants.quantize(weights, qtype), qtype
 
     return _rewrite(path, out, quant, store)
+
+
+def upcast_folder(folder: Path, out: Path) -> Path:
+    """Copy a Hugging Face folder (config.json, bf16 model.safetensors) with its tensors widened to f32; returns `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
+    tensors = {}
+    stored = (folder / "model.safetensors").read_bytes()
+    for name, entry in safetensors.deserialize(stored):  # type: ignore[no-untyped-call]
+        if entry["dtype"] != "BF16":
+            raise ValueError(f"{name}: {entry['dtype']}, expected BF16")
+        upper = np.frombuffer(entry["data"], dtype=np.uint16).astype(np.uint32)
+        tensors[name] = (upper << 16).view(np.float32).reshape(entry["shape"])
+    save_file(tensors, out / "model.safetensors")
+    return out
 
 
 def _widen(tensor: gguf.ReaderTensor) -> _Weights:
