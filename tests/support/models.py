@@ -64,7 +64,7 @@ def quantize_gguf(path: Path, out: Path, quant: QuantType) -> Path:
 
 
 def upcast_folder(folder: Path, out: Path) -> Path:
-    """Copy a Hugging Face folder (config.json, bf16 model.safetensors) with its tensors widened to f32; returns `out`."""
+    """Copy a Hugging Face folder (config.json, bf16 model.safetensors) with tensors widened to f32; returns `out`."""
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}), encoding="utf-8")
