@@ -100,9 +100,9 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
             graph.keep(t);
         }
         if (keep_states) {
-            graph.keep(mix);
             capture->states = ggml_view_4d(ctx, mix, s, s, hv, n, ggml_row_size(mix->type, s),
                                            ggml_row_size(mix->type, s * s), ggml_row_size(mix->type, s * s * hv), tail);
+            graph.keep(capture->states);
         }
     }
 
