@@ -145,7 +145,7 @@ class Vocabulary:
         if model != "gpt2":
             raise UnsupportedModelError(f"tokenizer model {model!r} is not supported, only 'gpt2' (byte-level BPE)")
         pieces = tuple(piece or f"[EMPTY_{i}]" for i, piece in enumerate(keys.strings("tokens")))
-        ids = {piece: i for i, piece in enumerate(pieces)}
+        ids = dict(zip(pieces, range(len(pieces)), strict=True))
         if len(ids) != len(pieces):
             twice = next(piece for i, piece in enumerate(pieces) if ids[piece] != i)
             raise FormatError(f"{_GGML}tokens holds {twice!r} twice")
@@ -266,7 +266,8 @@ class _Keys:
         if len(kinds) < n_tokens:
             raise FormatError(f"{_GGML}token_type has {len(kinds)} entries for {n_tokens} tokens")
         known = {int(kind): kind for kind in TokenType}
-        return {i: known.get(kind, TokenType.UNDEFINED) for i, kind in enumerate(kinds) if kind != TokenType.NORMAL}
+        normal = int(TokenType.NORMAL)  # comparing with the member itself is four times as slow
+        return {i: known.get(kind, TokenType.UNDEFINED) for i, kind in enumerate(kinds) if kind != normal}
 
     def token_id(self, names: Iterable[str], n_tokens: int) -> int | None:
         """The first of these keys that holds an id of this vocabulary."""
@@ -288,7 +289,9 @@ class _Keys:
         return value
 
     def merges(self) -> tuple[str, ...]:
-        merges = tuple(dict.fromkeys(self.strings("merges")))
+        merges = tuple(self.strings("merges"))
+        if len(set(merges)) != len(merges):
+            merges = tuple(dict.fromkeys(merges))
         if not set(map(methodcaller("count", " "), merges)) <= {1}:
             wrong = next(merge for merge in merges if merge.count(" ") != 1)
             raise FormatError(f"{_GGML}merges holds {wrong!r}, expected two pieces and one space")
