@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
+#include <locale>
 #include <numeric>
+#include <sstream>
 #include <utility>
 
 #include "base/error.hpp"
@@ -268,19 +271,28 @@ class JsonParser {
                 refuse("a digit");
             }
         }
-        // from_chars and not strtod: the latter reads the decimal point of the process's locale.
-        const char * const first = text_.data() + start;
-        const char * const last = text_.data() + at_;
-        const auto as_real = std::from_chars(first, last, number.real);
-        check(as_real.ec == std::errc() && as_real.ptr == last, Status::format,
-              "%s: JSON at byte %zu: number %s does not fit a double", what_, start,
-              quoted(text_.substr(start, at_ - start)).c_str());
+        check(at_ - start <= max_number_bytes, Status::format,
+              "%s: JSON at byte %zu: a number of %zu characters, want at most %zu", what_, start, at_ - start,
+              max_number_bytes);
+        const std::string_view token = text_.substr(start, at_ - start);
         if (number.integral) {
-            const auto as_integer = std::from_chars(first, last, number.integer);
-            number.integral = as_integer.ec == std::errc() && as_integer.ptr == last;
+            const auto parsed = std::from_chars(token.data(), token.data() + token.size(), number.integer);
+            number.integral = parsed.ec == std::errc();
+            number.real = static_cast<double>(number.integer);
+        }
+        if (!number.integral) {
+            // A stream, since strtod reads the decimal point of the process's locale and not every standard library
+            // has from_chars for floating point.
+            std::istringstream in{std::string(token)};
+            in.imbue(std::locale::classic());
+            in >> number.real;
+            check(!in.fail() && std::isfinite(number.real), Status::format,
+                  "%s: JSON at byte %zu: number %s does not fit a double", what_, start, quoted(token).c_str());
         }
         return number;
     }
+
+    static constexpr size_t max_number_bytes = 1024;
 
     std::string_view text_;
     const char * what_;

@@ -22,8 +22,8 @@ class Json {
     static constexpr uint64_t default_max_bytes = 16u << 20;
 
     /// Parses a whole text. `what` names it in messages. Throws Status::format with the byte where it is wrong; also
-    /// for more than max_bytes of text, max_depth nested containers or max_values values, and for numbers that do
-    /// not fit a double.
+    /// for more than max_bytes of text, max_depth nested containers, max_values values or 1,024 characters in a
+    /// number, and for numbers that do not fit a double.
     static Json parse(std::string_view text, const char * what, uint64_t max_bytes = default_max_bytes);
 
     Json() = default; // null

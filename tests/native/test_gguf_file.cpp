@@ -1,6 +1,5 @@
 #include "check.hpp"
 
-#include <limits>
 #include <set>
 
 #include <sys/stat.h>
@@ -32,38 +31,9 @@ std::shared_ptr<const GgufFile> opened_with_tensor(const TensorEntry & tensor) {
     return opened(file);
 }
 
-constexpr int64_t lowest = std::numeric_limits<int64_t>::min();
-constexpr int64_t highest = std::numeric_limits<int64_t>::max();
 constexpr uint64_t past_end = 352; // first aligned offset behind the sample's tensors
 
 } // namespace
-
-TEST(a_good_file_is_read_back) {
-    const GgufBytes bytes = sample_gguf();
-    const auto file = opened(bytes);
-    CHECK_EQ(file->version(), 3u);
-    CHECK_EQ(file->architecture(), "sample");
-    CHECK_EQ(file->total_bytes(), bytes.bytes().size());
-    CHECK_EQ(file->values().size(), bytes.keys.size());
-    CHECK_EQ(file->require_int("n.u8", 0, 255), 200);
-    CHECK_EQ(file->require_int("n.i8", -128, 127), -100);
-    CHECK_EQ(file->require_int("n.u16", 0, highest), 60000);
-    CHECK_EQ(file->require_int("n.i16", lowest, highest), -30000);
-    CHECK_EQ(file->require_int("n.u32", 0, highest), 4000000000);
-    CHECK_EQ(file->require_int("n.i32", lowest, 0), -2000000000);
-    CHECK_EQ(file->require_int("n.i64", lowest, 0), -(1ll << 62));
-    CHECK_EQ(file->require_float("x.f32", 0, 2), 1.5);
-    CHECK_EQ(file->require_float("x.f64", -3, 0), -2.25);
-    CHECK_EQ(file->number_at(*file->find("n.u64"), 0), 9223372036854775808.0);
-    CHECK(file->bool_or("flag", false));
-    CHECK(file->bools_or("bools", {}, 4) == std::vector<bool>({true, true, false, true}));
-    CHECK(file->bools_or("bits", {}, 3) == std::vector<bool>({true, false, true}));
-    CHECK(file->ints_or("ints", {}, 3) == std::vector<int64_t>({3, -4, 5}));
-    CHECK(file->ints_or("n.u8", {}, 1) == std::vector<int64_t>({200}));
-    CHECK(file->floats_or("floats", {}, 2) == std::vector<double>({0.5, -8.0}));
-    CHECK(file->find("missing") == nullptr);
-    CHECK(file->find("") == nullptr);
-}
 
 TEST(tensors_point_into_the_file) {
     const GgufBytes bytes = sample_gguf();
@@ -94,70 +64,6 @@ TEST(the_map_outlives_the_file_object) {
         tensor = *opened(sample_gguf())->find_tensor("a.weight");
     }
     CHECK_EQ(static_cast<int>(tensor.data[1]), 8);
-}
-
-TEST(strings_have_random_access) {
-    const auto file = opened(sample_gguf());
-    const GgufValue & tokens = *file->find("tokens");
-    CHECK_EQ(tokens.count, 100u);
-    CHECK(tokens.type == GgufType::array && tokens.element_type == GgufType::string);
-    CHECK_EQ(tokens.string_marks.size(), 4u);
-    for (int i = 99; i >= 0; --i) {
-        CHECK_EQ(file->string_at(tokens, static_cast<uint64_t>(i)), sample_token(i));
-    }
-    CHECK_THROWS_WITH(Status::invalid, "index 100, want below 100", file->string_at(tokens, 100));
-    CHECK_THROWS(Status::invalid, file->string_at(*file->find("none"), 0));
-    CHECK_THROWS(Status::invalid, file->string_at(*file->find("general.architecture"), 1));
-    CHECK_THROWS(Status::invalid, file->int_at(*file->find("ints"), 3));
-    CHECK_THROWS(Status::invalid, file->number_at(*file->find("floats"), 1ull << 62));
-    CHECK_THROWS(Status::format, file->int_at(tokens, 0));
-    CHECK_THROWS(Status::format, file->int_at(*file->find("flag"), 0));
-    CHECK_THROWS(Status::format, file->number_at(tokens, 0));
-    CHECK_THROWS(Status::format, file->string_at(*file->find("ints"), 0));
-    CHECK_EQ(file->int_at(*file->find("ints"), 1), -4);
-    CHECK_EQ(file->number_at(*file->find("floats"), 1), -8.0);
-    CHECK_EQ(file->raw_bytes(*file->find("ints")), 12u);
-    CHECK_EQ(file->raw_bytes(*file->find("general.architecture")), 14u);
-    CHECK_EQ(static_cast<int>(file->raw(*file->find("general.architecture"))[0]), 6);
-}
-
-TEST(look_ups_name_file_key_found_and_wanted) {
-    const auto file = opened(sample_gguf());
-    const std::string path = file->path();
-    CHECK_THROWS_WITH(Status::format, (path + ": key \"gone\" is missing, want an integer").c_str(),
-                      file->require_int("gone", 0, 1));
-    CHECK_THROWS_WITH(Status::format, "key \"x.f32\" has type f32, want an integer", file->int_or("x.f32", 0, 0, 9));
-    CHECK_THROWS_WITH(Status::format, "key \"n.u8\" is 200, want 1 to 100", file->require_int("n.u8", 1, 100));
-    CHECK_THROWS_WITH(Status::format, "holds 9223372036854775808", file->require_int("n.u64", 0, highest));
-    CHECK_THROWS_WITH(Status::format, "array of 3 i32", file->require_int("ints", 0, 9));
-    CHECK_THROWS_WITH(Status::format, "has type u8", file->require_float("n.u8", 0, 999));
-    CHECK_THROWS_WITH(Status::format, "is 1.5, want 2 to 3", file->float_or("x.f32", 2.5, 2, 3));
-    CHECK_THROWS(Status::format, file->bool_or("n.u8", true));
-    CHECK_THROWS(Status::format, file->require_string("flag"));
-    CHECK_THROWS(Status::format, file->string_or("tokens", ""));
-    CHECK_THROWS_WITH(Status::format, "has 3 elements, want at most 2", file->ints_or("ints", {}, 2));
-    CHECK_THROWS(Status::format, file->ints_or("floats", {}, 9));
-    CHECK_THROWS(Status::format, file->ints_or("bools", {}, 9));
-    CHECK_THROWS_WITH(Status::format, "holds 3 at index 0, want 0 or 1", file->bools_or("ints", {}, 9));
-    CHECK_THROWS(Status::format, file->bools_or("flag", {}, 9));
-    CHECK_THROWS(Status::format, file->bools_or("tokens", {}, 999));
-    CHECK_THROWS(Status::format, file->floats_or("ints", {}, 9));
-    CHECK_EQ(file->int_or("gone", -7, 0, 1), -7);
-    CHECK_EQ(file->float_or("gone", 9.5, 0, 1), 9.5);
-    CHECK_EQ(file->string_or("gone", "else"), "else");
-    CHECK(!file->bool_or("gone", false));
-    CHECK(file->ints_or("gone", {1, 2}, 1) == std::vector<int64_t>({1, 2}));
-    CHECK(file->bools_or("gone", {true}, 1) == std::vector<bool>({true}));
-    CHECK(file->floats_or("gone", {0.5}, 1) == std::vector<double>({0.5}));
-}
-
-TEST(numbers_that_are_not_finite_are_refused) {
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    const double infinite = std::numeric_limits<double>::infinity();
-    const auto file = opened_with_key(gguf_key("bad", GgufType::f32, bytes_of(nan)));
-    CHECK_THROWS(Status::format, file->require_float("bad", -infinite, infinite));
-    const auto other = opened_with_key(gguf_array("bad", GgufType::f64, 1, bytes_of(infinite)));
-    CHECK_THROWS_WITH(Status::format, "inf", other->floats_or("bad", {}, 9));
 }
 
 TEST(versions) {
@@ -220,18 +126,24 @@ TEST(counts_without_bytes_behind_them) {
 
 TEST(counts_with_bytes_behind_them_stay_small) {
     GgufBytes file;
-    for (int i = 0; i < 70000; ++i) {
-        file.keys.push_back(gguf_key(format("%07d", i), GgufType::u8, "x"));
+    for (uint64_t i = 0; i < GgufFile::max_keys; ++i) {
+        file.keys.push_back(gguf_key(format("%07llu", static_cast<unsigned long long>(i)), GgufType::u8, "x"));
     }
+    CHECK_EQ(opened(file)->values().size(), GgufFile::max_keys);
+    file.keys.push_back(gguf_key("one more", GgufType::u8, "x"));
     const ScratchFile keys(file.bytes());
     CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(keys.path()); }) == Status::format);
     file = GgufBytes();
     for (uint64_t i = 0; i < GgufFile::max_tensors; ++i) {
         file.tensors.push_back({format("%063llu", static_cast<unsigned long long>(i)), {1}, GGML_TYPE_F32, i * 32});
     }
+    file.data.resize(GgufFile::max_tensors * 32);
+    CHECK_EQ(opened(file)->tensors().size(), GgufFile::max_tensors);
     file.data.resize(GgufFile::max_tensors * 32 - 32); // the last tensor does not fit
     const ScratchFile tensors(file.bytes());
     CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(tensors.path()); }) == Status::format);
+    file.tensors.push_back({"one more", {1}, GGML_TYPE_F32, 0});
+    CHECK_THROWS_WITH(Status::format, "131073 tensors", opened(file));
     file = GgufBytes();
     const uint64_t n_strings = 4000000;
     file.keys = {gguf_array("tokens", GgufType::string, n_strings, std::string(n_strings * 8, '\0')), "nothing"};
@@ -243,6 +155,17 @@ TEST(counts_with_bytes_behind_them_stay_small) {
     }
     const ScratchFile long_keys(file.bytes());
     CHECK(fenced_status(file.bytes().size(), [&] { GgufFile::open(long_keys.path()); }) == Status::format);
+}
+
+TEST(a_value_may_end_with_the_file) {
+    GgufBytes file;
+    file.alignment = 0;
+    file.keys = {gguf_array("n", GgufType::u16, 3, "aabbcc")};
+    CHECK_EQ(opened(file)->find("n")->payload_bytes, 6u);
+    file.keys = {gguf_array("n", GgufType::string, 2, gguf_text("") + gguf_text("end"))};
+    CHECK_EQ(opened(file)->string_at(*opened(file)->find("n"), 1), "end");
+    file.keys = {gguf_array("n", GgufType::u16, 3, "aabbc")};
+    CHECK_THROWS_WITH(Status::format, "do not fit the 5 bytes left", opened(file));
 }
 
 TEST(bad_keys_are_refused) {

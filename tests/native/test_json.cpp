@@ -23,7 +23,7 @@ std::string string_of(std::string_view text) {
 }
 
 double number_of(std::string_view text) {
-    return parsed(text).as_double("text", -1e308, 1e308);
+    return parsed(text).as_double("text", std::numeric_limits<double>::lowest(), std::numeric_limits<double>::max());
 }
 
 std::string repeated(std::string_view piece, size_t n) {
@@ -77,9 +77,14 @@ TEST(numbers) {
     CHECK_EQ(number_of("18446744073709551615"), 18446744073709551615.0);
     CHECK_EQ(parsed("-0").as_int("n", 0, 0), 0);
     CHECK_EQ(number_of("0.1"), 0.1);
+    CHECK_EQ(number_of("1.7976931348623157e308"), std::numeric_limits<double>::max());
+    CHECK_EQ(number_of("5e-324"), std::numeric_limits<double>::denorm_min());
     CHECK_EQ(number_of("1E+2"), 100.0);
     CHECK_EQ(number_of("1e-7"), 1e-7);
     CHECK(!parsed("1e2").is_int());
+    CHECK_EQ(number_of("0." + std::string(1022, '1')), 1.0 / 9.0);
+    CHECK_THROWS_WITH(Status::format, "1025 characters", parsed("0." + std::string(1023, '1')));
+    CHECK_THROWS_WITH(Status::format, "does not fit a double", parsed(std::string(400, '9')));
     for (const char * bad : {"01", "-01", "1.", ".5", "+1", "-", "1e", "1e+", "0x1", "1_0", "NaN", "Infinity",
                              "-Infinity", "1e999", "-1e999", "--1", "1.5.5", "1,5"}) {
         CHECK_THROWS(Status::format, parsed(bad));
