@@ -171,8 +171,8 @@ dflash_status dflash_draft_context_reset(dflash_draft_context * context, int64_t
     });
 }
 
-dflash_status dflash_draft_context_read(dflash_draft_context * context, int32_t layer, const char * what,
-                                        int64_t begin, int64_t end, float * out, dflash_error * err) {
+dflash_status dflash_draft_context_read(dflash_draft_context * context, int32_t layer, const char * what, int64_t begin,
+                                        int64_t end, float * out, dflash_error * err) {
     return guard(err, [&] {
         const Use<dflash_draft_context> use(context);
         const std::vector<float> rows = read_draft_rows(*use->context, layer, required(what, "what"), begin, end);

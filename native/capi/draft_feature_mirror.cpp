@@ -25,8 +25,7 @@ void dflash_draft_feature_mirror_options_init(dflash_draft_feature_mirror_option
 }
 
 dflash_status dflash_draft_feature_mirror_new(dflash_draft_feature_mirror ** out,
-                                              const dflash_draft_feature_mirror_options * options,
-                                              dflash_error * err) {
+                                              const dflash_draft_feature_mirror_options * options, dflash_error * err) {
     return guard(err, [&] {
         output(out, "out");
         dflash_draft_feature_mirror_options defaults;

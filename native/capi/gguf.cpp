@@ -79,8 +79,7 @@ dflash_status dflash_gguf_tensor_count(const dflash_gguf * gguf, int64_t * n, df
     });
 }
 
-dflash_status dflash_gguf_tensor_at(const dflash_gguf * gguf, int64_t i, dflash_gguf_tensor * out,
-                                    dflash_error * err) {
+dflash_status dflash_gguf_tensor_at(const dflash_gguf * gguf, int64_t i, dflash_gguf_tensor * out, dflash_error * err) {
     return guard(err, [&] {
         dflash_gguf_tensor & t = output(out, "out");
         const auto handle = borrow(gguf);

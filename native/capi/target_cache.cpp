@@ -169,7 +169,8 @@ dflash_status dflash_target_cache_forward(dflash_target_cache * cache, const int
         const size_t per_layer = q.hidden_layers.empty() && !q.want_hidden
                                      ? 0
                                      : result.hidden.size() / (q.hidden_layers.size() + (q.want_hidden ? 1 : 0));
-        const auto inspected_end = result.hidden.begin() + static_cast<std::ptrdiff_t>(per_layer * q.hidden_layers.size());
+        const auto inspected_end =
+            result.hidden.begin() + static_cast<std::ptrdiff_t>(per_layer * q.hidden_layers.size());
         std::copy(result.hidden.begin(), inspected_end, o.hidden);
         if (q.want_hidden) {
             std::copy(inspected_end, result.hidden.end(), o.hidden_out);
@@ -250,8 +251,8 @@ dflash_status dflash_target_cache_verify_state(dflash_target_cache * cache, int3
     });
 }
 
-dflash_status dflash_target_cache_verify_conv(dflash_target_cache * cache, int32_t layer, float * out,
-                                              int64_t n_values, dflash_error * err) {
+dflash_status dflash_target_cache_verify_conv(dflash_target_cache * cache, int32_t layer, float * out, int64_t n_values,
+                                              dflash_error * err) {
     return guard(err, [&] {
         const Use<dflash_target_cache> use(cache);
         copy_values(use->forward->verify_conv_input(use->outcome, layer), out, n_values);

@@ -147,8 +147,8 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
     stats_.prefill_ms += watch.lap_ms();
 
     const StopRule rule{stop_ids_, 1};
-    AcceptResult accepted = accept_chain({}, [&](int32_t) { return forward.logits.data(); }, cache_.position() - 1,
-                                         *sampler_, *history_, rule);
+    AcceptResult accepted = accept_chain(
+        {}, [&](int32_t) { return forward.logits.data(); }, cache_.position() - 1, *sampler_, *history_, rule);
     StepResult result;
     result.tokens = std::move(accepted.emitted);
     result.draws = std::move(accepted.draws);
@@ -238,11 +238,12 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
     StepResult result;
     std::vector<int32_t> proposals;
     const int32_t anchor = history_->tokens().back();
-    const bool shared_ids = context_->model().device() == cache_.model().device() && cache_.model().tok_embd() != nullptr;
+    const bool shared_ids =
+        context_->model().device() == cache_.model().device() && cache_.model().tok_embd() != nullptr;
     try {
         append_features();
         result.append_ms = watch.lap_ms();
-        draft_->propose(anchor);
+        draft_->propose(anchor, width - 1);
         if (!shared_ids) {
             proposals = draft_->proposals();
         }
@@ -267,7 +268,6 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
         block.insert(block.end(), proposals.begin(), proposals.begin() + (width - 1));
         pending_ = target_.verify(block.data(), width);
     }
-    proposals.resize(static_cast<size_t>(width - 1));
     const StopRule rule{stop_ids_, budget};
     AcceptResult accepted;
     if (sampler_->is_greedy_without_processing()) {

@@ -23,10 +23,10 @@ struct DecoderOptions {
 
 /// What one prefill or step did.
 struct StepResult {
-    std::vector<int32_t> tokens;   // emitted, in order
-    std::vector<Draw> draws;       // log-probabilities, one per token, when asked for
-    int32_t width = 0;             // rows of the target forward
-    int32_t n_proposed = 0;        // proposals that were verified: width - 1
+    std::vector<int32_t> tokens; // emitted, in order
+    std::vector<Draw> draws;     // log-probabilities, one per token, when asked for
+    int32_t width = 0;           // rows of the target forward
+    int32_t n_proposed = 0;      // proposals that were verified: width - 1
     int32_t n_accepted = 0;
     StopReason reason = StopReason::none;
     double draft_ms = 0, verify_ms = 0, accept_ms = 0, commit_ms = 0, append_ms = 0;
@@ -37,15 +37,15 @@ constexpr size_t max_draft_slots = 64;
 /// Totals since begin().
 struct DecoderStats {
     int64_t prompt_tokens = 0;
-    int64_t emitted = 0;           // tokens, the first one from the prefill included
-    int64_t steps = 0;             // target forwards after the prefill
-    int64_t draft_steps = 0;       // of these, with proposals
+    int64_t emitted = 0;     // tokens, the first one from the prefill included
+    int64_t steps = 0;       // target forwards after the prefill
+    int64_t draft_steps = 0; // of these, with proposals
     int64_t proposed = 0;
     int64_t accepted = 0;
     std::array<int64_t, max_draft_slots> proposed_by_slot{};
     std::array<int64_t, max_draft_slots> accepted_by_slot{};
     double prefill_ms = 0, draft_ms = 0, verify_ms = 0, accept_ms = 0, commit_ms = 0, append_ms = 0;
-    std::string draft_disabled;    // why the drafter stopped, empty while it works
+    std::string draft_disabled; // why the drafter stopped, empty while it works
 };
 
 /// The token loop over one target cache, with or without a drafter: each step proposes, verifies, draws and accepts;

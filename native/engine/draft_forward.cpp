@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t append_chunk = 512;
 constexpr size_t max_append_graphs = 32;
+constexpr size_t max_propose_graphs = 8;
 
 /// Rows that a graph is built for: exact up to one block, then powers of two, so that few graphs serve every n.
 int32_t padded_rows(int64_t n, int64_t block) {
@@ -116,9 +117,8 @@ void DraftForward::append(const TargetCache & cache, int64_t base, int64_t n) {
           "the cache captures other layers than the drafter reads");
     const PositionRange have = cache.feature_range();
     check(n == 0 || have.contains(base, base + n), Status::invalid,
-          "features of positions [%lld, %lld) are not there, the ring holds [%lld, %lld)",
-          static_cast<long long>(base), static_cast<long long>(base + n), static_cast<long long>(have.begin),
-          static_cast<long long>(have.end));
+          "features of positions [%lld, %lld) are not there, the ring holds [%lld, %lld)", static_cast<long long>(base),
+          static_cast<long long>(base + n), static_cast<long long>(have.begin), static_cast<long long>(have.end));
     append_ring(cache.target_feat(), cache.feature_capacity(), base, n);
 }
 
@@ -127,17 +127,32 @@ void DraftForward::append_host(const float * features, int64_t base, int64_t n) 
     append_all(nullptr, 0, features, base, n);
 }
 
-void DraftForward::propose(int32_t anchor) {
+DraftProposeGraph & DraftForward::propose_graph(int32_t n_out) {
+    const std::vector<int64_t> keys = draft_keys(context_);
+    const auto it = std::find_if(proposes_.begin(), proposes_.end(), [&](const auto & g) { return g->n_out == n_out; });
+    if (it != proposes_.end() && (*it)->n_kv == keys) {
+        return **it;
+    }
+    propose_ = nullptr;
+    if (it != proposes_.end()) {
+        proposes_.erase(it);
+    } else if (proposes_.size() >= max_propose_graphs) {
+        proposes_.erase(proposes_.begin());
+    }
+    proposes_.push_back(build_draft_propose_graph(context_, n_out, block_ids_, verify_ids_));
+    return *proposes_.back();
+}
+
+void DraftForward::propose(int32_t anchor, int32_t n_wanted) {
     const DraftModel & model = context_.model();
     const DraftConfig & c = model.config();
     const int32_t n_vocab = model.target()->config().n_vocab;
     check(anchor >= 0 && anchor < n_vocab, Status::invalid, "anchor %d, want 0 to %d", anchor, n_vocab - 1);
+    check(n_wanted != 0 && n_wanted <= c.n_proposals(), Status::invalid, "%d proposals, want 1 to %d", n_wanted,
+          c.n_proposals());
     const auto guard = model.device()->lock();
     proposed_ = false;
-    if (propose_ == nullptr || propose_->n_kv != draft_keys(context_)) {
-        propose_.reset();
-        propose_ = build_draft_propose_graph(context_, block_ids_, verify_ids_);
-    }
+    propose_ = &propose_graph(n_wanted < 0 ? c.n_proposals() : n_wanted);
     Graph & graph = *propose_->graph;
     for (size_t i = 0; i < positions_.size(); ++i) {
         positions_[i] = static_cast<int32_t>(context_.cursor() + static_cast<int64_t>(i));
@@ -160,7 +175,7 @@ void DraftForward::propose(int32_t anchor) {
 std::vector<int32_t> DraftForward::proposals() {
     check(has_proposals(), Status::invalid, "nothing was proposed since the context changed");
     const auto guard = context_.model().device()->lock();
-    std::vector<int32_t> ids(static_cast<size_t>(context_.model().config().n_proposals()));
+    std::vector<int32_t> ids(static_cast<size_t>(propose_->n_out));
     propose_->graph->read(propose_->ids, ids.data(), 0, ids.size() * sizeof(int32_t));
     for (size_t i = 0; i < ids.size(); ++i) {
         check(ids[i] >= 0 && ids[i] < context_.model().target()->config().n_vocab, Status::internal,
@@ -186,7 +201,10 @@ std::vector<float> DraftForward::hidden() {
 }
 
 uint64_t DraftForward::graph_bytes() const {
-    uint64_t n = propose_ ? propose_->graph->bytes() : 0;
+    uint64_t n = 0;
+    for (const auto & g : proposes_) {
+        n += g->graph->bytes();
+    }
     for (const auto & g : appends_) {
         n += g->graph->bytes();
     }

@@ -25,13 +25,14 @@ class DraftForward {
     void append_host(const float * features, int64_t base, int64_t n);
 
     /// Drafts the block at the context's cursor behind `anchor`, which stands at that position. Queued; the proposals
-    /// are in verify_ids() and can be read with proposals(). Throws Status::invalid for an id outside the vocabulary.
-    void propose(int32_t anchor);
-    /// i32 [n_proposals + 1] on the device: anchor, proposals.
+    /// are in verify_ids() and can be read with proposals(). n_wanted: the first that many proposals, at most
+    /// n_proposals; negative: all. Throws Status::invalid for an id outside the vocabulary or another n_wanted.
+    void propose(int32_t anchor, int32_t n_wanted = -1);
+    /// i32 [n_proposals + 1] on the device: anchor, proposals (the wanted ones).
     ggml_tensor * verify_ids() const { return verify_ids_; }
     /// The proposals of the last propose(). Throws Status::internal when one is no token (logits of NaN).
     std::vector<int32_t> proposals();
-    /// Draft logits of the last propose(), f32 [n_proposals, vocabulary], and hidden rows [n_proposals, n_embd].
+    /// Draft logits of the last propose(), f32 [n_wanted, vocabulary], and hidden rows [n_wanted, n_embd].
     std::vector<float> logits();
     std::vector<float> hidden();
     bool has_proposals() const { return propose_ != nullptr && proposed_; }
@@ -39,6 +40,7 @@ class DraftForward {
 
   private:
     void run_append(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n, int64_t end);
+    DraftProposeGraph & propose_graph(int32_t n_out);
     DraftAppendGraph & append_graph(int32_t n_rows, ggml_tensor * ring);
     void append_all(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n);
 
@@ -47,7 +49,8 @@ class DraftForward {
     ggml_tensor * block_ids_ = nullptr;
     ggml_tensor * verify_ids_ = nullptr;
     std::vector<std::unique_ptr<DraftAppendGraph>> appends_;
-    std::unique_ptr<DraftProposeGraph> propose_;
+    std::vector<std::unique_ptr<DraftProposeGraph>> proposes_; // by n_out, most recent last
+    DraftProposeGraph * propose_ = nullptr;                    // of the last propose()
     std::vector<int32_t> ints_;
     std::vector<int32_t> block_;
     std::vector<int32_t> positions_;

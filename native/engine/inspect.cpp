@@ -76,8 +76,8 @@ std::vector<float> read_cache_tensor(const TargetCache & cache, int32_t layer, c
     return out;
 }
 
-std::vector<float> read_draft_rows(const DraftContext & context, int32_t layer, const std::string & what,
-                                   int64_t begin, int64_t end) {
+std::vector<float> read_draft_rows(const DraftContext & context, int32_t layer, const std::string & what, int64_t begin,
+                                   int64_t end) {
     const int32_t n_layer = context.model().config().n_layer;
     check(layer >= 0 && layer < n_layer, Status::invalid, "layer %d, want 0 to %d", layer, n_layer - 1);
     check(what == "k" || what == "v", Status::invalid, "\"%s\", want k or v", what.c_str());

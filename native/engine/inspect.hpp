@@ -19,7 +19,7 @@ std::vector<float> read_cache_tensor(const TargetCache & cache, int32_t layer, c
                                      int64_t end);
 
 /// "k" or "v" rows of context positions [begin, end) of a drafter layer, [end - begin, n_head_kv * head_dim].
-std::vector<float> read_draft_rows(const DraftContext & context, int32_t layer, const std::string & what,
-                                   int64_t begin, int64_t end);
+std::vector<float> read_draft_rows(const DraftContext & context, int32_t layer, const std::string & what, int64_t begin,
+                                   int64_t end);
 
 } // namespace dflash

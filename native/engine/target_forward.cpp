@@ -115,8 +115,7 @@ ForwardResult TargetForward::forward(const ForwardRequest & q) {
     const int32_t begin = q.layer_begin < 0 ? cache_.layer_begin() : q.layer_begin;
     const int32_t end = q.layer_end < 0 ? cache_.layer_end() : q.layer_end;
     check(begin >= cache_.layer_begin() && begin < end && end <= cache_.layer_end(), Status::invalid,
-          "layers [%d, %d), want a part of the cache's [%d, %d)", begin, end, cache_.layer_begin(),
-          cache_.layer_end());
+          "layers [%d, %d), want a part of the cache's [%d, %d)", begin, end, cache_.layer_begin(), cache_.layer_end());
     check(q.hidden != nullptr || begin == 0, Status::invalid, "layers from %d need hidden states as input", begin);
     check((q.hidden != nullptr) != (q.ids != nullptr), Status::invalid, "want either token ids or hidden states");
     if (q.ids != nullptr) {
@@ -182,7 +181,8 @@ ForwardResult TargetForward::forward(const ForwardRequest & q) {
             run(e, base, q.ids != nullptr ? q.ids + done : nullptr,
                 q.hidden != nullptr ? q.hidden + static_cast<size_t>(done) * width : nullptr, rows);
             if (!rows.empty()) {
-                g.graph->read(g.logits, result.logits.data() + first_row * n_vocab, 0, rows.size() * n_vocab * sizeof(float));
+                g.graph->read(g.logits, result.logits.data() + first_row * n_vocab, 0,
+                              rows.size() * n_vocab * sizeof(float));
             }
             for (size_t i = 0; i < n_hidden; ++i) {
                 const ggml_tensor * from = i < g.hidden.size() ? g.hidden[i] : g.hidden_out;
@@ -287,8 +287,7 @@ std::vector<int32_t> TargetForward::verify_argmax(const VerifyOutcome & outcome)
     TargetGraph & g = *outcome.graph;
     if (g.argmax == nullptr) {
         for (int32_t i = 0; i < outcome.n_rows; ++i) {
-            ids[static_cast<size_t>(i)] =
-                argmax_lowest(verify_logits(outcome, i), cache_.model().config().n_vocab, i);
+            ids[static_cast<size_t>(i)] = argmax_lowest(verify_logits(outcome, i), cache_.model().config().n_vocab, i);
         }
         return ids;
     }
@@ -321,7 +320,8 @@ std::vector<float> TargetForward::verify_state(const VerifyOutcome & outcome, in
     check(row >= 0 && row < outcome.n_rows, Status::invalid, "row %d, want 0 to %d", row, outcome.n_rows - 1);
     for (const DeltaNetCapture & d : outcome.graph->captures) {
         if (d.layer == layer) {
-            check(d.states != nullptr, Status::invalid, "states of single rows were not kept; open the cache with keep_states");
+            check(d.states != nullptr, Status::invalid,
+                  "states of single rows were not kept; open the cache with keep_states");
             const size_t n = static_cast<size_t>(d.states->ne[0] * d.states->ne[1] * d.states->ne[2]);
             std::vector<float> out(n);
             const size_t slot = static_cast<size_t>(outcome.n_rows - 1 - row); // newest first

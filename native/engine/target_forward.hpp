@@ -12,8 +12,8 @@
 namespace dflash {
 
 struct ForwardRequest {
-    const int32_t * ids = nullptr;      // [n]; null when hidden is given
-    const float * hidden = nullptr;     // f32 [n, n_embd]: input of the first layer of the range instead of ids
+    const int32_t * ids = nullptr;  // [n]; null when hidden is given
+    const float * hidden = nullptr; // f32 [n, n_embd]: input of the first layer of the range instead of ids
     int64_t n = 0;
     int32_t chunk = 512;                // most rows of one graph
     std::vector<int64_t> logit_rows;    // strictly increasing indices into [0, n)
@@ -27,17 +27,17 @@ struct ForwardRequest {
 };
 
 struct ForwardResult {
-    std::vector<float> logits;          // [logit_rows, n_vocab]
-    std::vector<float> hidden;          // [hidden_layers (+1 when want_hidden), n, n_embd]
+    std::vector<float> logits; // [logit_rows, n_vocab]
+    std::vector<float> hidden; // [hidden_layers (+1 when want_hidden), n, n_embd]
 };
 
 /// The outcome of a verify forward. Recurrent state is as before it; commit() moves it on.
 struct VerifyOutcome {
-    uint64_t serial = 0;                // 0: none
-    int64_t base = 0;                   // position of row 0
+    uint64_t serial = 0; // 0: none
+    int64_t base = 0;    // position of row 0
     int32_t n_rows = 0;
     TargetGraph * graph = nullptr;
-    bool committed = false;             // nothing is left to commit
+    bool committed = false; // nothing is left to commit
 };
 
 /// Runs the target over one cache and owns the graphs that do it. One user at a time; takes the device's lock.
@@ -46,9 +46,9 @@ class TargetForward {
     explicit TargetForward(TargetCache & cache) : cache_(cache) {}
 
     /// Appends n tokens, chunk by chunk. A sub-range of layers that stops short of the cache's last layer leaves the
-    /// position where it is, so that the next range can follow on the same rows. All arguments are checked first: Status::invalid names the value,
-    /// Status::capacity says how many rows are left. After Status::cancelled or a device error the cache holds the
-    /// chunks that were done: position() says how many.
+    /// position where it is, so that the next range can follow on the same rows. All arguments are checked first:
+    /// Status::invalid names the value, Status::capacity says how many rows are left. After Status::cancelled or a
+    /// device error the cache holds the chunks that were done: position() says how many.
     ForwardResult forward(const ForwardRequest & request);
 
     /// Runs w = n rows at the current position without committing them. ids may be null when device_ids (i32 on this

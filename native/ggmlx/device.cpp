@@ -98,8 +98,8 @@ std::shared_ptr<Device> Device::open(const std::string & name, int32_t n_threads
             const unsigned hardware = std::thread::hardware_concurrency();
             n_threads = static_cast<int32_t>(std::clamp(hardware, 1u, 16u));
         }
-        auto set_n_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(ggml_backend_reg_get_proc_address(
-            ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads"));
+        auto set_n_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
+            ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads"));
         check(set_n_threads != nullptr, Status::internal, "the CPU backend cannot set its thread count");
         set_n_threads(device->backend_.get(), n_threads);
         device->n_threads_ = n_threads;

@@ -74,9 +74,8 @@ void Graph::finish(const char * what) {
     const DeviceInfo info = device_->info();
     const bool fits = device_->is_cpu() || info.memory_free == 0 || needed <= info.memory_free;
     check(fits && ggml_gallocr_reserve(allocator_.get(), graph_) && ggml_gallocr_alloc_graph(allocator_.get(), graph_),
-          Status::out_of_memory,
-          "%s needs %zu bytes of working memory on %s, %llu are free", what, needed, device_->name().c_str(),
-          static_cast<unsigned long long>(info.memory_free));
+          Status::out_of_memory, "%s needs %zu bytes of working memory on %s, %llu are free", what, needed,
+          device_->name().c_str(), static_cast<unsigned long long>(info.memory_free));
     n_allocated.fetch_add(1, std::memory_order_relaxed);
     finished_ = true;
 }
@@ -95,8 +94,8 @@ void Graph::write_2d(ggml_tensor * input, const void * data, uint64_t offset, ui
 void Graph::compute_async() {
     check(finished_, Status::internal, "graph computed before it has memory");
     const enum ggml_status status = ggml_backend_graph_compute_async(device_->backend(), graph_);
-    check(status == GGML_STATUS_SUCCESS, Status::device, "device %s failed a computation (%s)",
-          device_->name().c_str(), ggml_status_to_string(status));
+    check(status == GGML_STATUS_SUCCESS, Status::device, "device %s failed a computation (%s)", device_->name().c_str(),
+          ggml_status_to_string(status));
     n_computed.fetch_add(1, std::memory_order_relaxed);
 }
 

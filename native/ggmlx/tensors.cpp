@@ -17,8 +17,8 @@ void check_span(const ggml_tensor * tensor, uint64_t offset, uint64_t n_bytes, c
           static_cast<unsigned long long>(size));
 }
 
-void check_span_2d(const ggml_tensor * tensor, uint64_t offset, uint64_t n_bytes, uint64_t n_rows,
-                   uint64_t stride, const char * what) {
+void check_span_2d(const ggml_tensor * tensor, uint64_t offset, uint64_t n_bytes, uint64_t n_rows, uint64_t stride,
+                   const char * what) {
     check_span(tensor, offset, n_rows == 0 ? 0 : (n_rows - 1) * stride + n_bytes, what);
 }
 
@@ -188,8 +188,8 @@ void tensor_read_async(Device & device, const ggml_tensor * tensor, void * data,
     }
 }
 
-void tensor_write_2d_async(Device & device, ggml_tensor * tensor, const void * data, uint64_t offset,
-                           uint64_t n_bytes, uint64_t n_rows, uint64_t stride_tensor, uint64_t stride_data) {
+void tensor_write_2d_async(Device & device, ggml_tensor * tensor, const void * data, uint64_t offset, uint64_t n_bytes,
+                           uint64_t n_rows, uint64_t stride_tensor, uint64_t stride_data) {
     check_span_2d(tensor, offset, n_bytes, n_rows, stride_tensor, "write");
     if (n_bytes > 0 && n_rows > 0) {
         ggml_backend_tensor_set_2d_async(device.backend(), tensor, data, offset, n_bytes, n_rows, stride_tensor,

@@ -77,8 +77,8 @@ void tensor_copy_range(const ggml_tensor * src, uint64_t src_offset, ggml_tensor
 /// Queued on the device's stream; the host memory must stay until Device::synchronize().
 void tensor_write_async(Device & device, ggml_tensor * tensor, const void * data, uint64_t offset, uint64_t n_bytes);
 void tensor_read_async(Device & device, const ggml_tensor * tensor, void * data, uint64_t offset, uint64_t n_bytes);
-void tensor_write_2d_async(Device & device, ggml_tensor * tensor, const void * data, uint64_t offset,
-                           uint64_t n_bytes, uint64_t n_rows, uint64_t stride_tensor, uint64_t stride_data);
+void tensor_write_2d_async(Device & device, ggml_tensor * tensor, const void * data, uint64_t offset, uint64_t n_bytes,
+                           uint64_t n_rows, uint64_t stride_tensor, uint64_t stride_data);
 
 /// The tensor's bytes when they can be read directly by the host, else nullptr.
 const void * host_data(const ggml_tensor * tensor);

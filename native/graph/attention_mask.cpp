@@ -7,8 +7,9 @@
 namespace dflash {
 
 AttentionMask::AttentionMask(Graph & graph, int64_t n_kv, int64_t n_rows, int64_t window)
-    : tensor_(graph.input(GGML_TYPE_F16, "mask", n_kv, n_rows)), host_(static_cast<size_t>(n_kv * n_rows)),
-      n_kv_(n_kv), n_rows_(n_rows), window_(window) {}
+    : tensor_(graph.input(GGML_TYPE_F16, "mask", n_kv, n_rows)), host_(static_cast<size_t>(n_kv * n_rows)), n_kv_(n_kv),
+      n_rows_(n_rows), window_(window) {
+}
 
 void AttentionMask::fill(int64_t first_column, int64_t end_column, int64_t base) {
     for (int64_t i = 0; i < n_rows_; ++i) {

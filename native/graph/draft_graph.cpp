@@ -81,23 +81,27 @@ std::unique_ptr<DraftAppendGraph> build_draft_append_graph(const DraftContext & 
     return built;
 }
 
-std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, ggml_tensor * block_ids,
-                                                             ggml_tensor * verify_ids) {
+std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out,
+                                                             ggml_tensor * block_ids, ggml_tensor * verify_ids) {
     const DraftModel & model = context.model();
     const DraftConfig & c = model.config();
     auto built = std::make_unique<DraftProposeGraph>();
     built->n_kv = draft_keys(context);
+    built->n_out = n_out;
     built->graph = std::make_unique<Graph>(model.device(), 96 + 64 * static_cast<size_t>(c.n_layer));
     Graph & graph = *built->graph;
     ggml_context * ctx = graph.ctx();
     const int64_t n = c.block_size;
+    const int64_t first = c.sample_from_anchor ? 0 : 1;
+    const auto proposing = [&](ggml_tensor * t) { // the columns of the rows that propose
+        return ggml_view_2d(ctx, t, t->ne[0], n_out, t->nb[1], t->nb[1] * static_cast<size_t>(first));
+    };
     built->positions = graph.input(GGML_TYPE_I32, "positions", n);
     std::vector<const DraftMask *> mask_of;
     for (int32_t i = 0; i < c.n_layer; ++i) {
         auto it = std::find_if(built->masks.begin(), built->masks.end(), [&](const auto & m) { return m->serves(i); });
         if (it == built->masks.end()) {
-            built->masks.push_back(
-                std::make_unique<DraftMask>(graph, context, i, built->n_kv[static_cast<size_t>(i)]));
+            built->masks.push_back(std::make_unique<DraftMask>(graph, context, i, built->n_kv[static_cast<size_t>(i)]));
             it = built->masks.end() - 1;
         }
         mask_of.push_back(it->get());
@@ -115,16 +119,25 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
     for (int32_t i = 0; i < c.n_layer; ++i) {
         const DraftLayer & l = model.layer(i);
         ggml_tensor * a = build_norm(ctx, x, l.attn_norm, c.rms_eps);
-        ggml_tensor * q = ggml_reshape_3d(ctx, build_linear(ctx, l.wq, a), c.head_dim, c.n_head, n);
-        q = build_rope(ctx, build_norm(ctx, q, l.q_norm, c.rms_eps), built->positions, c.rope, model.rope_freqs());
+        ggml_tensor * queries = a;
+        ggml_tensor * mask = mask_of[static_cast<size_t>(i)]->tensor();
+        ggml_tensor * positions = built->positions;
+        if (i + 1 == c.n_layer) {
+            queries = proposing(a);
+            mask = proposing(mask);
+            positions = ggml_view_1d(ctx, positions, n_out, static_cast<size_t>(first) * sizeof(int32_t));
+            x = proposing(x);
+        }
+        ggml_tensor * q = ggml_reshape_3d(ctx, build_linear(ctx, l.wq, queries), c.head_dim, c.n_head, queries->ne[1]);
+        q = build_rope(ctx, build_norm(ctx, q, l.q_norm, c.rms_eps), positions, c.rope, model.rope_freqs());
         if (context.k_rotation() != nullptr) {
             q = build_rotation(ctx, context.k_rotation(), q);
         }
         const KeyValue kv = build_key_value(ctx, context, i, a, built->positions);
         graph.expand(ggml_cpy(ctx, kv.k, first_rows(ctx, context.k(i), n)));
         graph.expand(ggml_cpy(ctx, kv.v, first_rows(ctx, context.v(i), n)));
-        ggml_tensor * out = build_attention(ctx, q, context.k(i), context.v(i), mask_of[static_cast<size_t>(i)]->tensor(),
-                                            c.head_dim, c.n_head_kv, built->n_kv[static_cast<size_t>(i)]);
+        ggml_tensor * out = build_attention(ctx, q, context.k(i), context.v(i), mask, c.head_dim, c.n_head_kv,
+                                            built->n_kv[static_cast<size_t>(i)]);
         if (context.v_rotation() != nullptr) {
             out = build_rotation(ctx, context.v_rotation(), out);
         }
@@ -133,9 +146,6 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
         f = ggml_swiglu_split(ctx, build_linear(ctx, l.w_gate, f), build_linear(ctx, l.w_up, f));
         x = ggml_add(ctx, x, build_linear(ctx, l.w_down, f));
     }
-    const int64_t first = c.sample_from_anchor ? 0 : 1;
-    const int64_t n_out = c.n_proposals();
-    x = ggml_view_2d(ctx, x, c.n_embd, n_out, x->nb[1], x->nb[1] * static_cast<size_t>(first));
     x = build_norm(ctx, x, model.out_norm(), c.rms_eps);
     built->hidden = x;
     graph.keep(x);

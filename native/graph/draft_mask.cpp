@@ -10,7 +10,8 @@ namespace dflash {
 DraftMask::DraftMask(Graph & graph, const DraftContext & context, int32_t layer, int64_t n_kv)
     : context_(context), layer_(layer), n_kv_(n_kv), n_rows_(context.model().config().block_size),
       tensor_(graph.input(GGML_TYPE_F16, "draft_mask", n_kv, n_rows_)),
-      host_(static_cast<size_t>(n_kv * n_rows_), mask_hidden) {}
+      host_(static_cast<size_t>(n_kv * n_rows_), mask_hidden) {
+}
 
 bool DraftMask::serves(int32_t layer) const {
     const DraftConfig & c = context_.model().config();
@@ -61,7 +62,8 @@ void DraftMask::refresh_positions(Graph & graph, int64_t first_position, int64_t
     if (end_position <= first_position) {
         return;
     }
-    for (const RingRun & run : RingSpan(context_.ring_capacity(layer_), first_position, end_position - first_position)) {
+    for (const RingRun & run :
+         RingSpan(context_.ring_capacity(layer_), first_position, end_position - first_position)) {
         const int64_t first = context_.ring_offset() + run.row;
         const int64_t end = std::min(first + run.count, n_kv_);
         if (first < end) {

@@ -45,8 +45,8 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     return build_linear(ctx, l.wo, out);
 }
 
-ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x,
-                              StateUpdate update, DeltaNetCapture * capture) {
+ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x, StateUpdate update,
+                              DeltaNetCapture * capture) {
     ggml_context * ctx = graph.ctx();
     const TargetConfig & c = cache.model().config();
     const TargetLayer & l = cache.model().layer(il);
@@ -72,8 +72,8 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
     ggml_tensor * qkv = ggml_silu(ctx, ggml_ssm_conv(ctx, by_time, l.ssm_conv1d)); // [channels, n]
     if (update == StateUpdate::write) {
         graph.expand(qkv);
-        ggml_tensor * newest = ggml_view_2d(ctx, window, channels, history, window->nb[1],
-                                            window->nb[1] * static_cast<size_t>(n));
+        ggml_tensor * newest =
+            ggml_view_2d(ctx, window, channels, history, window->nb[1], window->nb[1] * static_cast<size_t>(n));
         graph.expand(ggml_cpy(ctx, newest, conv_state));
     }
 
@@ -83,8 +83,8 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
     qk = ggml_scale(ctx, qk, 1.0f / std::sqrt(static_cast<float>(s)));
     ggml_tensor * q = ggml_view_3d(ctx, qk, s, hk, n, qk->nb[1], qk->nb[2], 0);
     ggml_tensor * k = ggml_view_3d(ctx, qk, s, hk, n, qk->nb[1], qk->nb[2], qk->nb[1] * static_cast<size_t>(hk));
-    ggml_tensor * v = ggml_view_3d(ctx, qkv, s, hv, n, ggml_row_size(qkv->type, s), qkv->nb[1],
-                                   ggml_row_size(qkv->type, 2 * hk * s));
+    ggml_tensor * v =
+        ggml_view_3d(ctx, qkv, s, hv, n, ggml_row_size(qkv->type, s), qkv->nb[1], ggml_row_size(qkv->type, 2 * hk * s));
 
     const bool keep_states = update == StateUpdate::keep && cache.options().keep_states;
     const int64_t n_states = keep_states ? n : 1;
@@ -106,7 +106,8 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
         }
     }
 
-    ggml_tensor * out = ggml_view_3d(ctx, mix, s, hv, n, ggml_row_size(mix->type, s), ggml_row_size(mix->type, s * hv), 0);
+    ggml_tensor * out =
+        ggml_view_3d(ctx, mix, s, hv, n, ggml_row_size(mix->type, s), ggml_row_size(mix->type, s * hv), 0);
     out = build_norm(ctx, out, l.ssm_norm, c.rms_eps);
     out = ggml_mul(ctx, out, ggml_silu(ctx, ggml_reshape_3d(ctx, z, s, hv, n)));
     return build_linear(ctx, l.ssm_out, ggml_reshape_2d(ctx, out, s * hv, n));
@@ -152,8 +153,8 @@ ggml_tensor * build_experts(ggml_context * ctx, const TargetConfig & c, const Ta
         ggml_tensor * both = expert_matmul(ctx, l.ffn_gate_up_exps, x3, selected);
         const int64_t f = c.n_ff_exp;
         ggml_tensor * gate = ggml_cont(ctx, ggml_view_3d(ctx, both, f, used, n, both->nb[1], both->nb[2], 0));
-        ggml_tensor * up = ggml_cont(
-            ctx, ggml_view_3d(ctx, both, f, used, n, both->nb[1], both->nb[2], ggml_row_size(both->type, f)));
+        ggml_tensor * up =
+            ggml_cont(ctx, ggml_view_3d(ctx, both, f, used, n, both->nb[1], both->nb[2], ggml_row_size(both->type, f)));
         hidden = ggml_swiglu_split(ctx, gate, up);
     } else {
         ggml_tensor * gate = expert_matmul(ctx, l.ffn_gate_exps, x3, selected);
@@ -163,15 +164,16 @@ ggml_tensor * build_experts(ggml_context * ctx, const TargetConfig & c, const Ta
     ggml_tensor * experts = ggml_mul(ctx, expert_matmul(ctx, l.ffn_down_exps, hidden, selected), weights);
     ggml_tensor * out = nullptr;
     for (int64_t i = 0; i < used; ++i) {
-        ggml_tensor * one = ggml_view_2d(ctx, experts, experts->ne[0], n, experts->nb[2],
-                                         experts->nb[1] * static_cast<size_t>(i));
+        ggml_tensor * one =
+            ggml_view_2d(ctx, experts, experts->ne[0], n, experts->nb[2], experts->nb[1] * static_cast<size_t>(i));
         out = out == nullptr ? one : ggml_add(ctx, out, one);
     }
     if (used == 1) {
         out = ggml_cont(ctx, out);
     }
     if (l.ffn_up_shexp.w != nullptr) {
-        ggml_tensor * shared = ggml_swiglu_split(ctx, build_linear(ctx, l.ffn_gate_shexp, x), build_linear(ctx, l.ffn_up_shexp, x));
+        ggml_tensor * shared =
+            ggml_swiglu_split(ctx, build_linear(ctx, l.ffn_gate_shexp, x), build_linear(ctx, l.ffn_up_shexp, x));
         shared = build_linear(ctx, l.ffn_down_shexp, shared);
         if (l.ffn_gate_inp_shexp != nullptr) {
             ggml_tensor * gate = ggml_mul_mat(ctx, l.ffn_gate_inp_shexp, x);
@@ -217,10 +219,10 @@ ggml_tensor * build_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor *
                               ggml_tensor * mask, int64_t head_dim, int64_t n_head_kv, int64_t n_kv) {
     const int64_t n_head = q->ne[1];
     const int64_t n = q->ne[2];
-    ggml_tensor * k = ggml_view_3d(ctx, k_rows, head_dim, n_kv, n_head_kv, k_rows->nb[1],
-                                   ggml_row_size(k_rows->type, head_dim), 0);
-    ggml_tensor * v = ggml_view_3d(ctx, v_rows, head_dim, n_kv, n_head_kv, v_rows->nb[1],
-                                   ggml_row_size(v_rows->type, head_dim), 0);
+    ggml_tensor * k =
+        ggml_view_3d(ctx, k_rows, head_dim, n_kv, n_head_kv, k_rows->nb[1], ggml_row_size(k_rows->type, head_dim), 0);
+    ggml_tensor * v =
+        ggml_view_3d(ctx, v_rows, head_dim, n_kv, n_head_kv, v_rows->nb[1], ggml_row_size(v_rows->type, head_dim), 0);
     ggml_tensor * out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), k, v, mask,
                                             1.0f / std::sqrt(static_cast<float>(head_dim)), 0.0f, 0.0f);
     ggml_prec_set_acc(out, GGML_PREC_F32);

@@ -10,7 +10,8 @@ namespace {
 /// Consecutive slices of one i32 input, so that a step uploads its indices in one transfer.
 class IntSlices {
   public:
-    IntSlices(Graph & graph, int64_t n) : ctx_(graph.ctx()), all_(graph.input(GGML_TYPE_I32, "ints", std::max<int64_t>(n, 1))) {}
+    IntSlices(Graph & graph, int64_t n)
+        : ctx_(graph.ctx()), all_(graph.input(GGML_TYPE_I32, "ints", std::max<int64_t>(n, 1))) {}
     ggml_tensor * take(int64_t n) {
         ggml_tensor * slice = ggml_view_1d(ctx_, all_, n, at_ * sizeof(int32_t));
         at_ += static_cast<size_t>(n);
@@ -39,8 +40,8 @@ std::unique_ptr<TargetGraph> build_target_graph(const TargetCache & cache, const
     built->shape = shape;
     const int64_t n = shape.n_rows;
     const size_t per_layer = c.is_moe ? 120 + 2 * static_cast<size_t>(c.n_expert_used) : 80;
-    built->graph = std::make_unique<Graph>(
-        model.device(), 256 + per_layer * static_cast<size_t>(shape.layer_end - shape.layer_begin));
+    built->graph = std::make_unique<Graph>(model.device(),
+                                           256 + per_layer * static_cast<size_t>(shape.layer_end - shape.layer_begin));
     Graph & graph = *built->graph;
     ggml_context * ctx = graph.ctx();
 
@@ -151,7 +152,8 @@ std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const
             *t = graph.alias(*t);
         }
         ggml_tensor * state = cache.ssm_state(d.layer);
-        ggml_tensor * k = ggml_view_3d(ctx, d.qk, s, hk, n, d.qk->nb[1], d.qk->nb[2], d.qk->nb[1] * static_cast<size_t>(hk));
+        ggml_tensor * k =
+            ggml_view_3d(ctx, d.qk, s, hk, n, d.qk->nb[1], d.qk->nb[2], d.qk->nb[1] * static_cast<size_t>(hk));
         ggml_tensor * v = ggml_view_3d(ctx, d.qkv, s, hv, n, ggml_row_size(d.qkv->type, s), d.qkv->nb[1],
                                        ggml_row_size(d.qkv->type, 2 * hk * s));
         ggml_tensor * g = ggml_mul(ctx, ggml_reshape_2d(ctx, d.g, hv, n), built->keep);

@@ -12,11 +12,11 @@ namespace dflash {
 /// What a forward graph is built for. Two equal shapes can share one graph.
 struct TargetGraphShape {
     int32_t n_rows = 0;
-    int32_t n_out = 0;             // rows whose logits are wanted
-    int64_t n_kv = 0;              // keys that attention looks at, a multiple of 256
-    bool verify = false;           // leave recurrent state alone and keep what a commit needs
-    bool from_hidden = false;      // input is float32 activations, not token ids
-    bool want_hidden = false;      // the last layer's output of every row is kept
+    int32_t n_out = 0;        // rows whose logits are wanted
+    int64_t n_kv = 0;         // keys that attention looks at, a multiple of 256
+    bool verify = false;      // leave recurrent state alone and keep what a commit needs
+    bool from_hidden = false; // input is float32 activations, not token ids
+    bool want_hidden = false; // the last layer's output of every row is kept
     int32_t layer_begin = 0;
     int32_t layer_end = 0;
     std::vector<int32_t> hidden_layers; // layers whose outputs are kept for inspection
@@ -33,13 +33,13 @@ struct TargetGraphShape {
 struct TargetGraph {
     TargetGraphShape shape;
     std::unique_ptr<Graph> graph;
-    ggml_tensor * ints = nullptr;      // i32: positions, kv_rows, feature rows, out rows, host ids one after another
+    ggml_tensor * ints = nullptr;        // i32: positions, kv_rows, feature rows, out rows, host ids one after another
     ggml_tensor * activations = nullptr; // f32 [n_embd, n_rows]: host embeddings or hidden states; null with ids
     std::unique_ptr<AttentionMask> mask; // null without full-attention layers
-    ggml_tensor * logits = nullptr;    // f32 [n_vocab, n_out]
-    ggml_tensor * argmax = nullptr;    // i32 [n_out]
+    ggml_tensor * logits = nullptr;      // f32 [n_vocab, n_out]
+    ggml_tensor * argmax = nullptr;      // i32 [n_out]
     ggml_tensor * hidden_out = nullptr;  // f32 [n_embd, n_rows]
-    std::vector<ggml_tensor *> hidden; // by hidden_layers
+    std::vector<ggml_tensor *> hidden;   // by hidden_layers
     std::vector<ggml_tensor *> moe_selected; // i32 [n_expert_used, n_rows] by layer of the range, null for dense layers
     std::vector<DeltaNetCapture> captures;   // verify only, one per DeltaNet layer
     bool has_host_ids = false;

@@ -57,32 +57,34 @@ std::vector<int32_t> hf_default_taps(int64_t n_target, int64_t n_draft) {
 
 void read_hf_rope(const HfConfig & f, DraftConfig & c) {
     c.rope.n_dims = c.head_dim;
-    c.rope.theta = static_cast<float>(f.require_float(
-        {"rope_parameters.rope_theta", "rope_theta", "rope_scaling.rope_theta"}, 1.0 + 1e-6, 1e12));
+    c.rope.theta = static_cast<float>(
+        f.require_float({"rope_parameters.rope_theta", "rope_theta", "rope_scaling.rope_theta"}, 1.0 + 1e-6, 1e12));
     const std::string type = f.string_or(
-        {"rope_parameters.rope_type", "rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.type"}, "default");
+        {"rope_parameters.rope_type", "rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.type"},
+        "default");
     if (type == "default") {
         return;
     }
-    check(type == "yarn" || type == "linear", Status::unsupported,
-          "%s: rope type \"%s\", want default, linear or yarn", f.path().c_str(), type.c_str());
+    check(type == "yarn" || type == "linear", Status::unsupported, "%s: rope type \"%s\", want default, linear or yarn",
+          f.path().c_str(), type.c_str());
     const double factor = f.require_float({"rope_parameters.factor", "rope_scaling.factor"}, 1.0, 1e6);
     c.rope.freq_scale = static_cast<float>(1.0 / factor);
     if (type == "yarn") {
         c.rope.ext_factor = 1.0f;
-        c.rope.n_ctx_orig = static_cast<int32_t>(
-            f.int_or({"rope_parameters.original_max_position_embeddings", "rope_scaling.original_max_position_embeddings",
-                      "max_position_embeddings"}, 0, 1, INT32_MAX));
+        c.rope.n_ctx_orig =
+            static_cast<int32_t>(f.int_or({"rope_parameters.original_max_position_embeddings",
+                                           "rope_scaling.original_max_position_embeddings", "max_position_embeddings"},
+                                          0, 1, INT32_MAX));
         check(c.rope.n_ctx_orig > 0, Status::format, "%s: yarn without original_max_position_embeddings",
               f.path().c_str());
-        c.rope.beta_fast = static_cast<float>(
-            f.float_or({"rope_parameters.beta_fast", "rope_scaling.beta_fast"}, 32.0, 1e-3, 1e6));
-        c.rope.beta_slow = static_cast<float>(
-            f.float_or({"rope_parameters.beta_slow", "rope_scaling.beta_slow"}, 1.0, 1e-6, 1e6));
+        c.rope.beta_fast =
+            static_cast<float>(f.float_or({"rope_parameters.beta_fast", "rope_scaling.beta_fast"}, 32.0, 1e-3, 1e6));
+        c.rope.beta_slow =
+            static_cast<float>(f.float_or({"rope_parameters.beta_slow", "rope_scaling.beta_slow"}, 1.0, 1e-6, 1e6));
         // The operator multiplies by 1 + 0.1 ln(factor) itself; an explicit factor replaces that.
         const double built_in = 1.0 + 0.1 * std::log(factor);
-        const double wanted = f.float_or({"rope_parameters.attention_factor", "rope_scaling.attention_factor"}, built_in,
-                                         1e-3, 1e3);
+        const double wanted =
+            f.float_or({"rope_parameters.attention_factor", "rope_scaling.attention_factor"}, built_in, 1e-3, 1e3);
         c.rope.attn_factor = static_cast<float>(wanted / built_in);
     }
 }
@@ -112,8 +114,7 @@ void read_gguf_geometry(const GgufFile & f, const std::string & p, DraftConfig &
     c.n_ff = static_cast<int32_t>(f.require_int(p + "feed_forward_length", 1, 524288));
     c.n_head = static_cast<int32_t>(f.require_int(p + "attention.head_count", 1, 1024));
     c.n_head_kv = static_cast<int32_t>(f.int_or(p + "attention.head_count_kv", c.n_head, 1, c.n_head));
-    c.head_dim = static_cast<int32_t>(
-        f.int_or(p + "attention.key_length", std::max(1, c.n_embd / c.n_head), 2, 1024));
+    c.head_dim = static_cast<int32_t>(f.int_or(p + "attention.key_length", std::max(1, c.n_embd / c.n_head), 2, 1024));
     const int64_t value = f.int_or(p + "attention.value_length", c.head_dim, 1, 1024);
     check(value == c.head_dim, Status::unsupported, "%s: key length %d and value length %lld differ", f.path().c_str(),
           c.head_dim, static_cast<long long>(value));
@@ -128,8 +129,8 @@ void read_gguf_geometry(const GgufFile & f, const std::string & p, DraftConfig &
         c.rope.freq_scale = static_cast<float>(1.0 / factor);
         if (scaling == "yarn") {
             c.rope.ext_factor = 1.0f;
-            c.rope.n_ctx_orig = static_cast<int32_t>(
-                f.require_int(p + "rope.scaling.original_context_length", 1, INT32_MAX));
+            c.rope.n_ctx_orig =
+                static_cast<int32_t>(f.require_int(p + "rope.scaling.original_context_length", 1, INT32_MAX));
             c.rope.beta_fast = static_cast<float>(f.float_or(p + "rope.scaling.yarn_beta_fast", 32.0, 1e-3, 1e6));
             c.rope.beta_slow = static_cast<float>(f.float_or(p + "rope.scaling.yarn_beta_slow", 1.0, 1e-6, 1e6));
             c.rope.attn_factor = static_cast<float>(f.float_or(p + "rope.scaling.attn_factor", 1.0, 1e-3, 1e3));
@@ -145,8 +146,8 @@ void read_gguf_geometry(const GgufFile & f, const std::string & p, DraftConfig &
           "%s: key %sattention.sliding_window_pattern has %zu entries, want %d", f.path().c_str(), p.c_str(),
           pattern.size(), c.n_layer);
     const bool any = std::find(pattern.begin(), pattern.end(), true) != pattern.end();
-    check(!any || window > 0, Status::format, "%s: sliding layers without %sattention.sliding_window",
-          f.path().c_str(), p.c_str());
+    check(!any || window > 0, Status::format, "%s: sliding layers without %sattention.sliding_window", f.path().c_str(),
+          p.c_str());
     check(window == 0 || !pattern.empty(), Status::format,
           "%s: %sattention.sliding_window without %sattention.sliding_window_pattern", f.path().c_str(), p.c_str(),
           p.c_str());
@@ -203,10 +204,9 @@ DraftConfig read_draft_config_hf(const HfConfig & f) {
     read_hf_rope(f, c);
     read_hf_windows(f, c);
     c.block_size = static_cast<int32_t>(f.int_or({"dflash_config.block_size", "block_size"}, 16, 2, max_block));
-    c.mask_token_id = static_cast<int32_t>(
-        f.int_or({"dflash_config.mask_token_id", "mask_token_id"}, -1, 0, INT32_MAX));
-    std::vector<int64_t> taps =
-        f.ints_or({"dflash_config.target_layer_ids", "target_layer_ids"}, {}, 64, 0, 65535);
+    c.mask_token_id =
+        static_cast<int32_t>(f.int_or({"dflash_config.mask_token_id", "mask_token_id"}, -1, 0, INT32_MAX));
+    std::vector<int64_t> taps = f.ints_or({"dflash_config.target_layer_ids", "target_layer_ids"}, {}, 64, 0, 65535);
     if (taps.empty()) {
         const int64_t n_target = f.require_int({"num_target_layers", "dflash_config.num_target_layers"}, 1, 65535);
         c.target_layer_ids = hf_default_taps(n_target, c.n_layer);
@@ -269,8 +269,7 @@ DraftConfig read_draft_config_lucebox(const GgufFile & f) {
     DraftConfig c;
     c.form = "lucebox";
     const std::string p = f.architecture() + ".";
-    refuse_keys(f, {{p + "dflash.domino.enabled", "a Domino head"},
-                    {p + "dflash.dspark.enabled", "a DSpark head"}});
+    refuse_keys(f, {{p + "dflash.domino.enabled", "a Domino head"}, {p + "dflash.dspark.enabled", "a DSpark head"}});
     check(!f.bool_or(p + "dflash.context_kv_layer_norm", false), Status::unsupported,
           "%s: dflash.context_kv_layer_norm is not supported", f.path().c_str());
     read_gguf_geometry(f, p, c);

@@ -13,25 +13,25 @@ namespace dflash {
 
 /// Geometry and rules of a DFlash drafter, the same whatever file form it came from.
 struct DraftConfig {
-    std::string form;                    // "huggingface", "llama.cpp" or "lucebox"
+    std::string form; // "huggingface", "llama.cpp" or "lucebox"
     int32_t n_layer = 0;
-    int32_t n_embd = 0;                  // equal to the target's
+    int32_t n_embd = 0; // equal to the target's
     int32_t n_ff = 0;
     int32_t n_head = 0;
     int32_t n_head_kv = 0;
     int32_t head_dim = 0;
-    int32_t n_vocab = 0;                 // 0: the file does not say
+    int32_t n_vocab = 0; // 0: the file does not say
     float rms_eps = 1e-6f;
     RopeParams rope;
-    int32_t block_size = 16;             // anchor and proposals
+    int32_t block_size = 16; // anchor and proposals
     int32_t mask_token_id = -1;
     std::vector<int32_t> target_layer_ids; // target layers whose OUTPUTS are the features, in concatenation order
-    std::vector<int32_t> windows;        // [n_layer] sliding window, 0: the whole context
-    std::vector<bool> causal;            // [n_layer] rows of the block see only earlier rows of the block
-    float embedding_scale = 1.0f;        // times the embedding of a block token
+    std::vector<int32_t> windows;          // [n_layer] sliding window, 0: the whole context
+    std::vector<bool> causal;              // [n_layer] rows of the block see only earlier rows of the block
+    float embedding_scale = 1.0f;          // times the embedding of a block token
     float logit_scale = 1.0f;
     float final_logit_softcapping = 0.0f; // 0: none; cap * tanh(logits / cap)
-    bool sample_from_anchor = false;     // row k proposes position c + k + 1 instead of c + k
+    bool sample_from_anchor = false;      // row k proposes position c + k + 1 instead of c + k
 
     int32_t n_taps() const { return static_cast<int32_t>(target_layer_ids.size()); }
     /// Proposals of one block.

@@ -15,8 +15,8 @@ struct DraftLayer {
     ggml_tensor * attn_norm = nullptr; // [n_embd]
     ggml_tensor * ffn_norm = nullptr;  // [n_embd]
     Linear wq, wk, wv, wo;
-    ggml_tensor * q_norm = nullptr;    // [head_dim]
-    ggml_tensor * k_norm = nullptr;    // [head_dim]
+    ggml_tensor * q_norm = nullptr; // [head_dim]
+    ggml_tensor * k_norm = nullptr; // [head_dim]
     Linear w_gate, w_up, w_down;
 };
 
@@ -42,10 +42,10 @@ class DraftModel {
     ggml_tensor * hidden_norm() const { return hidden_norm_; } // [n_embd], after fc
     ggml_tensor * out_norm() const { return out_norm_; }       // [n_embd]
     const DraftLayer & layer(int32_t i) const { return layers_[static_cast<size_t>(i)]; }
-    ggml_tensor * tok_embd() const { return tok_embd_; }       // [n_embd, target vocabulary]; null: host look-up
-    const Linear & output() const { return output_; }          // [n_embd, draft vocabulary]
-    ggml_tensor * rope_freqs() const { return rope_freqs_; }   // f32 [head_dim / 2] or null
-    ggml_tensor * d2t() const { return d2t_; }                 // i32 [1, draft vocabulary] target ids, or null
+    ggml_tensor * tok_embd() const { return tok_embd_; }     // [n_embd, target vocabulary]; null: host look-up
+    const Linear & output() const { return output_; }        // [n_embd, draft vocabulary]
+    ggml_tensor * rope_freqs() const { return rope_freqs_; } // f32 [head_dim / 2] or null
+    ggml_tensor * d2t() const { return d2t_; }               // i32 [1, draft vocabulary] target ids, or null
     bool has_own_head() const { return own_head_; }
 
   private:

@@ -81,8 +81,8 @@ void read_rope(const GgufFile & file, const std::string & p, TargetConfig & c) {
         const double factor = file.require_float(p + "rope.scaling.factor", 1.0, 1e6);
         c.rope.freq_scale = static_cast<float>(1.0 / factor);
         c.rope.ext_factor = scaling == "yarn" ? 1.0f : 0.0f;
-        c.rope.n_ctx_orig = static_cast<int32_t>(
-            file.int_or(p + "rope.scaling.original_context_length", c.n_ctx_train, 0, INT32_MAX));
+        c.rope.n_ctx_orig =
+            static_cast<int32_t>(file.int_or(p + "rope.scaling.original_context_length", c.n_ctx_train, 0, INT32_MAX));
     } else {
         check(scaling == "none", Status::unsupported, "%s: rope scaling type \"%s\", want none, linear or yarn",
               path.c_str(), scaling.c_str());
@@ -128,8 +128,8 @@ TargetConfig read_target_config(const GgufFile & file) {
     c.n_head_kv = static_cast<int32_t>(file.int_or(p + "attention.head_count_kv", c.n_head, 1, c.n_head));
     check(c.n_head % c.n_head_kv == 0, Status::format, "%s: %d attention heads, want a multiple of the %d K/V heads",
           path.c_str(), c.n_head, c.n_head_kv);
-    c.head_dim = static_cast<int32_t>(
-        file.int_or(p + "attention.key_length", std::max(1, c.n_embd / c.n_head), 2, 4096));
+    c.head_dim =
+        static_cast<int32_t>(file.int_or(p + "attention.key_length", std::max(1, c.n_embd / c.n_head), 2, 4096));
     const int64_t value_length = file.int_or(p + "attention.value_length", c.head_dim, 1, 4096);
     check(value_length == c.head_dim, Status::unsupported,
           "%s: attention.key_length %d and attention.value_length %lld differ", path.c_str(), c.head_dim,
@@ -169,8 +169,8 @@ std::vector<int32_t> read_stop_ids(const GgufFile & file) {
     const bool has_tokens =
         tokens != nullptr && tokens->type == GgufType::array && tokens->element_type == GgufType::string;
     const int64_t n_tokens = has_tokens ? static_cast<int64_t>(tokens->count) : INT32_MAX;
-    for (const char * key : {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
-                             "tokenizer.ggml.eom_token_id"}) {
+    for (const char * key :
+         {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"}) {
         const int64_t id = file.int_or(key, -1, -1, INT64_MAX);
         if (id >= 0 && id < n_tokens) {
             ids.insert(static_cast<int32_t>(id));
@@ -185,8 +185,7 @@ std::vector<int32_t> read_stop_ids(const GgufFile & file) {
             "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>"};
         for (uint64_t i = 0; i < tokens->count; ++i) {
             const std::string_view piece = file.string_at(*tokens, i);
-            if (!piece.empty() && piece.front() == '<' &&
-                std::find(known.begin(), known.end(), piece) != known.end()) {
+            if (!piece.empty() && piece.front() == '<' && std::find(known.begin(), known.end(), piece) != known.end()) {
                 ids.insert(static_cast<int32_t>(i));
             }
         }

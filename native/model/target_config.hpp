@@ -11,32 +11,32 @@ namespace dflash {
 
 /// Geometry of a Qwen3.5-family target, from GGUF keys `<architecture>.*`.
 struct TargetConfig {
-    std::string architecture;        // "qwen35" or "qwen35moe"
-    std::string name;                // general.name, may be empty
-    int32_t n_layer = 0;             // without multi-token-prediction blocks
-    int32_t n_layer_nextn = 0;       // multi-token-prediction blocks behind them, never run
+    std::string architecture;  // "qwen35" or "qwen35moe"
+    std::string name;          // general.name, may be empty
+    int32_t n_layer = 0;       // without multi-token-prediction blocks
+    int32_t n_layer_nextn = 0; // multi-token-prediction blocks behind them, never run
     int32_t n_embd = 0;
-    int32_t n_ff = 0;                // dense feed-forward width
+    int32_t n_ff = 0; // dense feed-forward width
     int32_t n_head = 0;
     int32_t n_head_kv = 0;
-    int32_t head_dim = 0;            // of the full-attention layers, keys and values alike
-    int32_t n_ctx_train = 0;         // 0 when the file does not say
-    int32_t n_vocab = 0;             // rows of token_embd
+    int32_t head_dim = 0;    // of the full-attention layers, keys and values alike
+    int32_t n_ctx_train = 0; // 0 when the file does not say
+    int32_t n_vocab = 0;     // rows of token_embd
     float rms_eps = 0.0f;
     RopeParams rope;
     int32_t rope_sections[4] = {0, 0, 0, 0};
-    std::vector<bool> recurrent;     // [n_layer] true: gated DeltaNet, false: full attention
-    int32_t ssm_d_conv = 0;          // taps of the causal convolution
-    int32_t ssm_d_state = 0;         // head dim of DeltaNet keys and values
-    int32_t ssm_n_group = 0;         // DeltaNet key heads
-    int32_t ssm_dt_rank = 0;         // DeltaNet value heads
-    int32_t ssm_d_inner = 0;         // ssm_dt_rank * ssm_d_state
+    std::vector<bool> recurrent; // [n_layer] true: gated DeltaNet, false: full attention
+    int32_t ssm_d_conv = 0;      // taps of the causal convolution
+    int32_t ssm_d_state = 0;     // head dim of DeltaNet keys and values
+    int32_t ssm_n_group = 0;     // DeltaNet key heads
+    int32_t ssm_dt_rank = 0;     // DeltaNet value heads
+    int32_t ssm_d_inner = 0;     // ssm_dt_rank * ssm_d_state
     bool is_moe = false;
     int32_t n_expert = 0;
     int32_t n_expert_used = 0;
     int32_t n_ff_exp = 0;
-    int32_t n_ff_shexp = 0;          // 0: no shared expert
-    int32_t expert_gating_func = 1;  // 1 softmax, 2 sigmoid
+    int32_t n_ff_shexp = 0;         // 0: no shared expert
+    int32_t expert_gating_func = 1; // 1 softmax, 2 sigmoid
     float expert_weights_scale = 1.0f;
 
     /// Channels of the DeltaNet convolution: queries, keys and values side by side.

@@ -12,8 +12,8 @@ namespace dflash {
 class TargetLoader {
   public:
     TargetLoader(std::shared_ptr<const GgufFile> file, std::shared_ptr<Device> device, const TargetLoadPlan & plan)
-        : file_(file), model_(new TargetModel), c_(model_->config_), weights_(file, device, file->tensors().size() * 2 + 16),
-          plan_(plan) {
+        : file_(file), model_(new TargetModel), c_(model_->config_),
+          weights_(file, device, file->tensors().size() * 2 + 16), plan_(plan) {
         model_->file_ = file;
         model_->device_ = device;
         c_ = read_target_config(*file);
@@ -37,8 +37,8 @@ class TargetLoader {
         model_->weights_ = weights_.take_group();
         model_->placements_ = weights_.take_placements();
         model_->stop_ids_ = read_stop_ids(*file_);
-        model_->mask_token_id_ = static_cast<int32_t>(
-            file_->int_or("tokenizer.ggml.mask_token_id", -1, -1, c_.n_vocab - 1));
+        model_->mask_token_id_ =
+            static_cast<int32_t>(file_->int_or("tokenizer.ggml.mask_token_id", -1, -1, c_.n_vocab - 1));
         model_->digest_ = file_->digest();
         return std::move(model_);
     }

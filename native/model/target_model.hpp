@@ -17,8 +17,8 @@ namespace dflash {
 /// A matrix [n_in, n_out] with what belongs to it: y = (w x) * scale + bias.
 struct Linear {
     ggml_tensor * w = nullptr;
-    ggml_tensor * bias = nullptr;  // float32 [n_out] or null
-    float scale = 1.0f;            // NVFP4 files keep a per-tensor scale beside the weight
+    ggml_tensor * bias = nullptr;         // float32 [n_out] or null
+    float scale = 1.0f;                   // NVFP4 files keep a per-tensor scale beside the weight
     ggml_tensor * expert_scale = nullptr; // float32 [n_expert] for expert stacks, or null
 };
 
@@ -26,20 +26,20 @@ struct TargetLayer {
     ggml_tensor * attn_norm = nullptr;      // [n_embd]
     ggml_tensor * attn_post_norm = nullptr; // [n_embd], the norm in front of the feed-forward part
     // full attention
-    Linear wq, wk, wv, wo;                  // wq rows: per head [query | gate]
-    ggml_tensor * q_norm = nullptr;         // [head_dim]
-    ggml_tensor * k_norm = nullptr;         // [head_dim]
+    Linear wq, wk, wv, wo;          // wq rows: per head [query | gate]
+    ggml_tensor * q_norm = nullptr; // [head_dim]
+    ggml_tensor * k_norm = nullptr; // [head_dim]
     // gated DeltaNet
-    Linear wqkv, wqkv_gate;                 // rows: queries, keys, values; and the output gate z
-    ggml_tensor * ssm_conv1d = nullptr;     // [ssm_d_conv, conv_channels]
+    Linear wqkv, wqkv_gate;             // rows: queries, keys, values; and the output gate z
+    ggml_tensor * ssm_conv1d = nullptr; // [ssm_d_conv, conv_channels]
     Linear ssm_beta, ssm_alpha, ssm_out;
-    ggml_tensor * ssm_a = nullptr;          // [ssm_dt_rank], already -exp(A_log)
-    ggml_tensor * ssm_dt_bias = nullptr;    // [ssm_dt_rank]
-    ggml_tensor * ssm_norm = nullptr;       // [ssm_d_state]
+    ggml_tensor * ssm_a = nullptr;       // [ssm_dt_rank], already -exp(A_log)
+    ggml_tensor * ssm_dt_bias = nullptr; // [ssm_dt_rank]
+    ggml_tensor * ssm_norm = nullptr;    // [ssm_d_state]
     // dense feed-forward
     Linear w_gate, w_up, w_down;
     // mixture of experts
-    Linear ffn_gate_inp;                    // router [n_embd, n_expert]
+    Linear ffn_gate_inp; // router [n_embd, n_expert]
     Linear ffn_gate_exps, ffn_up_exps, ffn_down_exps, ffn_gate_up_exps;
     ggml_tensor * ffn_gate_inp_shexp = nullptr; // [n_embd]
     float ffn_gate_inp_shexp_scale = 1.0f;
@@ -71,9 +71,9 @@ class TargetModel {
     int32_t layer_end() const { return layer_end_; }
     /// Layers outside the loaded range hold null tensors.
     const TargetLayer & layer(int32_t i) const { return layers_[static_cast<size_t>(i)]; }
-    ggml_tensor * tok_embd() const { return tok_embd_; }   // [n_embd, n_vocab] or null when only the host has it
-    ggml_tensor * out_norm() const { return out_norm_; }   // [n_embd] or null
-    const Linear & output() const { return output_; }      // [n_embd, n_vocab]; w null when not loaded
+    ggml_tensor * tok_embd() const { return tok_embd_; } // [n_embd, n_vocab] or null when only the host has it
+    ggml_tensor * out_norm() const { return out_norm_; } // [n_embd] or null
+    const Linear & output() const { return output_; }    // [n_embd, n_vocab]; w null when not loaded
     bool has_output() const { return output_.w != nullptr; }
     const std::vector<int32_t> & stop_ids() const { return stop_ids_; }
     int32_t mask_token_id() const { return mask_token_id_; } // -1: the file names none

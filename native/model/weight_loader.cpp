@@ -19,7 +19,8 @@ std::string shape_text(const int64_t * ne, size_t n) {
 } // namespace
 
 WeightLoader::WeightLoader(std::shared_ptr<const GgufFile> file, std::shared_ptr<Device> device, size_t max_tensors)
-    : file_(std::move(file)), device_(device), group_(std::make_unique<TensorGroup>(device, max_tensors)) {}
+    : file_(std::move(file)), device_(device), group_(std::make_unique<TensorGroup>(device, max_tensors)) {
+}
 
 ggml_tensor * WeightLoader::declare(const std::string & name, std::initializer_list<int64_t> shape, bool load,
                                     Need need, bool must_be_f32) {

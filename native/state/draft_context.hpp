@@ -15,7 +15,8 @@ struct DraftContextOptions {
     std::string k_type = "f16"; // f32 f16 q8_0
     std::string v_type = "f16";
     /// Context rows that full-attention layers keep. Costs full_rows * n_head_kv * head_dim * (K + V bytes) for each
-    /// such layer; older context is forgotten by them. Sliding layers keep window + block + slack rows whatever this is.
+    /// such layer; older context is forgotten by them. Sliding layers keep window + block + slack rows whatever this
+    /// is.
     int64_t full_rows = 8192;
     int32_t slack = 64; // extra rows of sliding layers, so that a rewind of that many tokens loses nothing
 };

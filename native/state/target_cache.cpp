@@ -71,7 +71,8 @@ void TargetCache::declare(TensorGroup & base) {
         const size_t at = static_cast<size_t>(i);
         const std::string suffix = std::to_string(i);
         if (c.recurrent[at]) {
-            ssm_state_[at] = base.add(GGML_TYPE_F32, "ssm_state_" + suffix, c.ssm_d_state, c.ssm_d_state, c.ssm_dt_rank);
+            ssm_state_[at] =
+                base.add(GGML_TYPE_F32, "ssm_state_" + suffix, c.ssm_d_state, c.ssm_d_state, c.ssm_dt_rank);
             conv_state_[at] = base.add(GGML_TYPE_F32, "conv_state_" + suffix, c.conv_channels(), c.ssm_d_conv - 1);
             plan_.recurrent_bytes += ggml_nbytes(ssm_state_[at]);
             plan_.conv_bytes += ggml_nbytes(conv_state_[at]);
@@ -125,7 +126,8 @@ TargetCachePlan TargetCache::plan(const TargetModel & model, TargetCacheOptions 
 }
 
 PositionRange TargetCache::feature_range() const {
-    return {std::min(feature_begin_, position_), target_feat_ != nullptr ? position_ : std::min(feature_begin_, position_)};
+    return {std::min(feature_begin_, position_),
+            target_feat_ != nullptr ? position_ : std::min(feature_begin_, position_)};
 }
 
 void TargetCache::note_rows_written(int64_t base, int64_t n_written) {

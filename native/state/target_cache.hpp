@@ -12,31 +12,31 @@
 namespace dflash {
 
 struct TargetCacheOptions {
-    int64_t capacity = 4096;                 // most tokens the cache can hold
-    std::string k_type = "f16";              // f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0
+    int64_t capacity = 4096;    // most tokens the cache can hold
+    std::string k_type = "f16"; // f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0
     std::string v_type = "f16";
-    int32_t max_verify = 16;                 // most rows of one verify forward
-    std::vector<int32_t> capture_layers;     // layer outputs kept as features; empty: none
-    int64_t feature_capacity = 0;            // rows of the feature ring; 0: min(capacity, 4096), at least max_verify
-    std::string feature_type = "f32";        // f32 f16 bf16
-    int32_t layer_begin = 0;                 // layer range, inside the model's loaded range
-    int32_t layer_end = -1;                  // negative: the model's last loaded layer
-    bool prefill_only = false;               // verify is refused until migrate_prefill_cache()
-    bool keep_states = false;                // verify also keeps the recurrent state after every row
-    int64_t fa_window = 0;                   // full-attention layers see the last fa_window keys; 0: all
+    int32_t max_verify = 16;             // most rows of one verify forward
+    std::vector<int32_t> capture_layers; // layer outputs kept as features; empty: none
+    int64_t feature_capacity = 0;        // rows of the feature ring; 0: min(capacity, 4096), at least max_verify
+    std::string feature_type = "f32";    // f32 f16 bf16
+    int32_t layer_begin = 0;             // layer range, inside the model's loaded range
+    int32_t layer_end = -1;              // negative: the model's last loaded layer
+    bool prefill_only = false;           // verify is refused until migrate_prefill_cache()
+    bool keep_states = false;            // verify also keeps the recurrent state after every row
+    int64_t fa_window = 0;               // full-attention layers see the last fa_window keys; 0: all
 };
 
 /// Bytes of each part of a cache before it is made.
 struct TargetCachePlan {
     uint64_t k_bytes = 0;
     uint64_t v_bytes = 0;
-    uint64_t recurrent_bytes = 0;            // DeltaNet states
+    uint64_t recurrent_bytes = 0; // DeltaNet states
     uint64_t conv_bytes = 0;
     uint64_t feature_bytes = 0;
-    uint64_t rotation_bytes = 0;             // Hadamard matrices of quantised K/V
-    uint64_t rollback_bytes = 0;             // copies for snapshot_ssm_state and per-row states
-    uint64_t total_bytes = 0;                // as allocated, with alignment
-    int64_t physical_capacity = 0;           // rows of K and V, a multiple of 256
+    uint64_t rotation_bytes = 0;   // Hadamard matrices of quantised K/V
+    uint64_t rollback_bytes = 0;   // copies for snapshot_ssm_state and per-row states
+    uint64_t total_bytes = 0;      // as allocated, with alignment
+    int64_t physical_capacity = 0; // rows of K and V, a multiple of 256
 };
 
 /// Everything a sequence leaves behind in the target: K/V of the full-attention layers, recurrent and convolution
@@ -64,14 +64,18 @@ class TargetCache {
     PositionRange feature_range() const;
 
     // Indexed by layer; null for layers of the other kind or outside the range.
-    ggml_tensor * attn_k(int32_t layer) const { return attn_k_[static_cast<size_t>(layer)]; }       // [head_dim * n_head_kv, physical_capacity]
+    ggml_tensor * attn_k(int32_t layer) const {
+        return attn_k_[static_cast<size_t>(layer)];
+    } // [head_dim * n_head_kv, physical_capacity]
     ggml_tensor * attn_v(int32_t layer) const { return attn_v_[static_cast<size_t>(layer)]; }       // same
     ggml_tensor * ssm_state(int32_t layer) const { return ssm_state_[static_cast<size_t>(layer)]; } // f32 [S, S, Hv]
-    ggml_tensor * conv_state(int32_t layer) const { return conv_state_[static_cast<size_t>(layer)]; } // f32 [C, d_conv - 1]
+    ggml_tensor * conv_state(int32_t layer) const {
+        return conv_state_[static_cast<size_t>(layer)];
+    }                                                          // f32 [C, d_conv - 1]
     ggml_tensor * target_feat() const { return target_feat_; } // [n_taps * n_embd, feature_capacity] or null
     int64_t feature_capacity() const { return target_feat_ != nullptr ? target_feat_->ne[1] : 0; }
     int32_t n_taps() const { return static_cast<int32_t>(options_.capture_layers.size()); }
-    ggml_tensor * k_rotation() const { return k_rotation_; }   // f32 [n, n] or null
+    ggml_tensor * k_rotation() const { return k_rotation_; } // f32 [n, n] or null
     ggml_tensor * v_rotation() const { return v_rotation_; }
     bool can_verify() const { return !options_.prefill_only; }
 
