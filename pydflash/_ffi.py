@@ -5,11 +5,13 @@ The only module besides ``_abi`` that imports ``_native``; the others take ``ffi
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -111,16 +113,16 @@ def as_c_array(
     """
     dtype = _DTYPES[ctype]
     if not isinstance(array, np.ndarray):
-        raise InvalidArgumentError(name, type(array).__name__, f"a NumPy array of {dtype}")
+        raise InvalidArgumentError(name, array, f"a NumPy array of {dtype}")
     if array.dtype != dtype:
-        raise InvalidArgumentError(name, f"of {array.dtype}", f"{dtype}")
+        raise InvalidArgumentError(f"{name}.dtype", str(array.dtype), str(dtype))
     if shape is not None and not _has_shape(array.shape, shape):
         wanted = ", ".join("n" if want is None else str(want) for want in shape)
-        raise InvalidArgumentError(name, f"of shape {array.shape}", f"shape [{wanted}]")
+        raise InvalidArgumentError(f"{name}.shape", array.shape, f"[{wanted}]")
     if not array.flags.c_contiguous:
-        raise InvalidArgumentError(name, "not contiguous", "C order without gaps; see numpy.ascontiguousarray")
+        raise InvalidArgumentError(f"{name}.flags.c_contiguous", False, "True; see numpy.ascontiguousarray")
     if writable and not array.flags.writeable:
-        raise InvalidArgumentError(name, "read-only", "a writable array")
+        raise InvalidArgumentError(f"{name}.flags.writeable", False, "True")
     return ffi.from_buffer(ctype, array, require_writable=writable)
 
 
@@ -136,14 +138,18 @@ def as_ids(ids: TokenIds, name: str = "ids") -> IntArray:
     """
     if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
         return np.ascontiguousarray(ids)
+    if isinstance(ids, str | bytes | bytearray):
+        raise InvalidArgumentError(name, ids, "token ids, not text")
     try:
         values = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(name, ids, "a list or a one-dimensional array of integers") from error
-    if values.size == 0 and values.ndim == 1:
+    if values.ndim != 1:
+        raise InvalidArgumentError(f"{name}.shape", values.shape, "[n]")
+    if values.size == 0:
         return np.empty(0, np.int32)
-    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise InvalidArgumentError(name, f"of {values.dtype}, shape {values.shape}", "integers, shape [n]")
+    if not np.issubdtype(values.dtype, np.integer):
+        raise InvalidArgumentError(name, ids, "integers")
     info = np.iinfo(np.int32)
     if values.min() < info.min or values.max() > info.max:
         worst = values.max() if values.max() > info.max else values.min()
@@ -159,8 +165,9 @@ def c_list(array_type: str, values: Sequence[int]) -> CData:
 class ProgressCall:
     """What a native call needs to report progress, to be interrupted, and to let exceptions through.
 
-    Pass ``function`` and ``user`` to the call, then end it by check(). The function runs Python code before each chunk
-    of work, so that signal handlers run (Ctrl-C) even when the caller wants no reports.
+    ``with ProgressCall(callback) as call``: pass ``call.function`` and ``call.user`` to the native call and give its
+    status to check(). The function runs Python code before each chunk of work, so that signal handlers run (Ctrl-C)
+    even when the caller wants no reports.
 
     At most 20 reports a second reach the caller, and the last one always does.
     """
@@ -175,9 +182,24 @@ class ProgressCall:
         self._callback = callback
         self._next_report = 0.0
         self.failure: BaseException | None = None
-        self.user = ffi.new_handle(self)
+        self.user = NULL
+
+    def __enter__(self) -> Self:
+        _running.add(self)
+        try:
+            _leave_if_exiting()
+            self.user = ffi.new_handle(self)
+        except BaseException:
+            _running.discard(self)
+            raise
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.user = NULL  # which ends the cycle through the handle
+        _running.discard(self)
 
     def report(self, done: int, total: int) -> None:
+        _leave_if_exiting()
         if self._callback is not None:
             now = time.monotonic()
             if now >= self._next_report or done >= total:
@@ -193,6 +215,29 @@ class ProgressCall:
             finally:
                 del failure  # the traceback refers to this frame
         check(status, err, operation)
+
+
+_running: Final[set[ProgressCall]] = set()
+_exiting: Final = threading.Event()
+
+
+def _leave_if_exiting() -> None:
+    if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
+        raise SystemExit
+
+
+def _end_running_calls() -> None:
+    # The interpreter ends threads that come back to it while it exits. One that came out of a callback would be unwound
+    # through C++ code, which aborts the process: so daemon threads leave their calls first.
+    _exiting.set()
+    deadline = time.monotonic() + 10.0
+    while _running and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+atexit.register(_end_running_calls)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # the threads inside are the parent's
 
 
 def _interrupted(_kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:

@@ -65,7 +65,10 @@ class NativeHandle:
         self._err = new_error()
         self._parents = tuple(parent for parent in parents if parent is not None)
         shared = [parent._lock for parent in self._parents] if exclusive else []
-        self._locks = tuple(lock.lock for lock in sorted([self._lock, *shared], key=lambda lock: lock.serial))
+        order = sorted([self._lock, *shared], key=lambda lock: lock.serial)
+        # Always four, the last one again where there are fewer: it is re-entrant, and one `with` of plain names is the
+        # cheapest way in that no Ctrl-C can leave half done.
+        self._locks = (*(lock.lock for lock in order), *(self._lock.lock for _ in range(4 - len(order))))
         self._ptr = ffi.gc(raw, free)
         self._leak = weakref.finalize(self, _warn_unclosed, type(self).__name__, self._pid)
         self._leak.atexit = False
@@ -143,15 +146,10 @@ class NativeHandle:
             InvalidArgumentError: it was made by another process.
         """
         self._check_process()
+        first, second, third, fourth = self._locks
         try:
-            if len(self._locks) == 1:
-                with self._lock.lock:
-                    yield self._open_pointer(), self._err
-            else:
-                with ExitStack() as stack:
-                    for lock in self._locks:
-                        stack.enter_context(lock)
-                    yield self._open_pointer(), self._err
+            with first, second, third, fourth:
+                yield self._open_pointer(), self._err
         finally:
             _log.drain()
 
@@ -159,9 +157,8 @@ class NativeHandle:
         if self._ptr is None:
             raise self._closed_error()
         if self._pid != os.getpid():
-            raise InvalidArgumentError(
-                type(self).__name__, f"made by process {self._pid}", f"one made by this process, {os.getpid()}"
-            )
+            limit = f"{os.getpid()}, this one: native objects do not survive a fork"
+            raise InvalidArgumentError(f"the process that made the {type(self).__name__}", self._pid, limit)
 
     def _open_pointer(self) -> CData:
         if self._ptr is None:

@@ -154,9 +154,8 @@ class Decoder(NativeHandle):
         """
         tokens = as_ids(ids)
         c_ids = as_c_array(tokens, "int32_t[]")
-        call = ProgressCall(progress)
         result = self._result
-        with self._use() as (ptr, err):
+        with ProgressCall(progress) as call, self._use() as (ptr, err):
             status = lib.dflash_decoder_prefill(ptr, c_ids, len(tokens), budget, call.function, call.user, result, err)
             call.check(status, err, "decoder_prefill")
             return self._step_result(ptr, err)

@@ -290,9 +290,8 @@ class TargetCache(NativeHandle):
         options.chunk = as_integer("chunk", chunk, 1)
         if (bounds := as_layers("layers", layers)) is not None:
             options.layer_begin, options.layer_end = bounds
-        call = ProgressCall(progress)
-        options.progress, options.user = call.function, call.user
-        with self._use() as (ptr, err):
+        with ProgressCall(progress) as call, self._use() as (ptr, err):
+            options.progress, options.user = call.function, call.user
             call.check(lib.dflash_target_cache_forward(ptr, c_ids, n, options, err), err, "target_cache_forward")
             self._verify_serial += 1
         return ForwardResult(out_logits, dict(zip(wanted, hidden, strict=True)), hidden_out)

@@ -119,11 +119,10 @@ class TargetModel(NativeHandle):
         options.embedding_on_device = as_choice("embedding", embedding, EmbeddingPlace) == "device"
         if (bounds := as_layers("layers", layers)) is not None:
             options.layer_begin, options.layer_end = bounds
-        call = ProgressCall(progress)
-        options.progress, options.user = call.function, call.user
         name = c_text("path", path)
         out = ffi.new("dflash_target_model **")
-        with native_call() as err:
+        with ProgressCall(progress) as call, native_call() as err:
+            options.progress, options.user = call.function, call.user
             call.check(lib.dflash_target_model_open(out, name, options, err), err, "target_model_open")
         self._adopt(out[0], lib.dflash_target_model_free)
         self._read_info()

@@ -80,4 +80,6 @@ class Verify:
 
     def _require_current(self) -> None:
         if not self.current:
-            raise InvalidArgumentError("verify", repr(self), "the newest outcome of an open cache, not yet committed")
+            raise InvalidArgumentError.from_native(
+                f"{self!r}: only the newest outcome of an open cache can be used, and committed once"
+            )
