@@ -1,5 +1,94 @@
 """Fast inference of Qwen3.5-family GGUF models with DFlash speculative decoding."""
 
 from pydflash._abi import __version__
+from pydflash.decoder import Decoder
+from pydflash.devices import DeviceInfo, WorkCounters, devices, work_counters
+from pydflash.draft_context import DraftContext, DraftContextState, Proposal
+from pydflash.draft_feature_mirror import DraftFeatureMirror, MirrorState
+from pydflash.draft_model import DraftConfig, DraftModel
+from pydflash.engine import Engine
+from pydflash.errors import (
+    BusyError,
+    Cancelled,
+    CapacityError,
+    ChatTemplateError,
+    ClosedError,
+    DeviceError,
+    FormatError,
+    InternalError,
+    InvalidArgumentError,
+    ModelError,
+    NotFoundError,
+    OutOfMemoryError,
+    PoisonedError,
+    PydflashError,
+    SnapshotMismatchError,
+    UnsupportedModelError,
+)
+from pydflash.gguf_file import GgufFile, GgufTensor
+from pydflash.options import CacheOptions, EngineOptions, SamplingOptions
+from pydflash.results import (
+    DecoderStats,
+    GenerationResult,
+    GenerationStats,
+    Progress,
+    StepResult,
+    StreamEvent,
+    TokenLogprobs,
+)
+from pydflash.target_cache import CacheState, ForwardResult, TargetCache
+from pydflash.target_cache_plan import CachePlan
+from pydflash.target_model import TargetConfig, TargetModel
+from pydflash.verify import Verify
 
-__all__ = ["__version__"]
+__all__ = [
+    "BusyError",
+    "CacheOptions",
+    "CachePlan",
+    "CacheState",
+    "Cancelled",
+    "CapacityError",
+    "ChatTemplateError",
+    "ClosedError",
+    "Decoder",
+    "DecoderStats",
+    "DeviceError",
+    "DeviceInfo",
+    "DraftConfig",
+    "DraftContext",
+    "DraftContextState",
+    "DraftFeatureMirror",
+    "DraftModel",
+    "Engine",
+    "EngineOptions",
+    "FormatError",
+    "ForwardResult",
+    "GenerationResult",
+    "GenerationStats",
+    "GgufFile",
+    "GgufTensor",
+    "InternalError",
+    "InvalidArgumentError",
+    "MirrorState",
+    "ModelError",
+    "NotFoundError",
+    "OutOfMemoryError",
+    "PoisonedError",
+    "Progress",
+    "Proposal",
+    "PydflashError",
+    "SamplingOptions",
+    "SnapshotMismatchError",
+    "StepResult",
+    "StreamEvent",
+    "TargetCache",
+    "TargetConfig",
+    "TargetModel",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "Verify",
+    "WorkCounters",
+    "__version__",
+    "devices",
+    "work_counters",
+]
