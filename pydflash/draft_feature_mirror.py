@@ -216,8 +216,7 @@ class DraftFeatureMirror(NativeHandle):
         """Rows of positions [begin, end): float32 [end - begin, n_target_layers * hidden_size], owned by the caller.
 
         Raises:
-            InvalidArgumentError: they are not there (any more), or never were.
-            CapacityError: more rows than the ring has.
+            InvalidArgumentError: they are not there (any more), never were, or are more than the ring has.
         """
         as_integer("begin", begin, 0)
         as_integer("end", end, begin)
