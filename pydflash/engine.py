@@ -1,0 +1,414 @@
+"""Engine: a target, perhaps a drafter, and what they need to answer requests."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pydflash import builtin
+from pydflash.decoder import Decoder
+from pydflash.draft_context import DraftContext
+from pydflash.draft_feature_mirror import DraftFeatureMirror
+from pydflash.draft_model import DraftModel
+from pydflash.errors import BusyError, CapacityError, ClosedError, InvalidArgumentError
+from pydflash.generate import Request, collect
+from pydflash.options import EngineOptions, SamplingOptions
+from pydflash.results import GenerationResult, GenerationStats, Progress, StreamEvent
+from pydflash.target_cache import TargetCache
+from pydflash.target_model import TargetModel
+from pydflash.text import ChatTemplate, Tokenizer
+from pydflash.warm_up import warm_up
+from pydflash.width_policy import WidthPolicy
+
+log = logging.getLogger(__name__)
+
+ModelPath: TypeAlias = str | os.PathLike[str]
+Message: TypeAlias = Mapping[str, object]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | npt.NDArray[np.integer]
+"""Text (special tokens spelled out in it are recognised), token ids, or chat messages with "role" and "content"."""
+ProgressFn: TypeAlias = Callable[[Progress], object]
+
+_SEED_BITS: Final = 64
+
+
+class Engine:
+    """Answers requests, one at a time, each from a fresh sequence.
+
+    Holds a target and its cache, and with a drafter also the drafter, its context and, where it runs on another device,
+    a feature mirror. Memory: the weights, ``TargetCache.plan(...)`` for ``n_ctx`` tokens, and the draft context.
+
+    Threads: requests of several threads are refused with BusyError while one runs, they do not queue; cancel() may be
+    called from any thread. Ctrl-C ends a request within one step or one chunk of the prompt; the engine stays usable.
+
+    Use :meth:`open`; ``with`` or close() frees what open() opened. Opened models that were passed in stay open.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None,
+        options: EngineOptions,
+        resources: ExitStack,
+    ) -> None:
+        """``resources`` owns what the engine has to close; see :meth:`open`."""
+        self._target = target
+        self._draft = draft
+        self._options = options
+        self._tokenizer = Tokenizer.from_metadata(target.metadata)
+        self._template = _default_template(self._tokenizer)
+        capture = () if draft is None else draft.config.target_layer_ids
+        self._cache = resources.enter_context(
+            TargetCache(
+                target,
+                options.n_ctx,
+                options.k_type,
+                options.v_type,
+                options.max_verify,
+                capture_layers=capture,
+                feature_capacity=options.feature_capacity,
+                feature_type=options.feature_type,
+                fa_window=options.fa_window,
+            )
+        )
+        context: DraftContext | None = None
+        mirror: DraftFeatureMirror | None = None
+        if draft is not None:
+            context = resources.enter_context(
+                DraftContext(
+                    draft,
+                    options.draft_k_type,
+                    options.draft_v_type,
+                    options.draft_full_rows,
+                    options.draft_slack,
+                )
+            )
+            if draft.device != target.device:
+                rows = self._cache.feature_capacity
+                mirror = DraftFeatureMirror(draft=draft, capacity=rows, dtype=options.mirror_type)
+                resources.enter_context(mirror)
+        self._decoder = resources.enter_context(
+            Decoder(
+                self._cache,
+                context,
+                mirror,
+                prefill_chunk=options.prefill_chunk,
+                on_draft_failure=options.on_draft_failure,
+            )
+        )
+        self._policy = None if draft is None else WidthPolicy(self._decoder.max_width)
+        if self._policy is not None:
+            warm_up(self._decoder, self._policy, options.n_ctx)
+        self._stats: GenerationStats | None = None
+        self._running = threading.Lock()
+        self._cancelled = threading.Event()
+        self._resources = resources.pop_all()
+        self._runner: int | None = None  # thread inside the running request
+        self._streams: weakref.WeakSet[Generator[StreamEvent]] = weakref.WeakSet()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        target: TargetModel | ModelPath | None = None,
+        draft: DraftModel | ModelPath | None = "auto",
+        options: EngineOptions | None = None,
+        *,
+        progress: ProgressFn | None = None,
+    ) -> Self:
+        """Load models and make the caches.
+
+        Args:
+            target: a GGUF file or an opened model; None: the built-in model.
+            draft: a GGUF file, a Hugging Face folder or an opened drafter; None: no drafter. "auto": the built-in
+                drafter for the built-in target and none for any other, which the log then says.
+            options: None: the defaults.
+            progress: called while the target loads.
+
+        Raises:
+            NotFoundError: a file or device does not exist.
+            FormatError, UnsupportedModelError: a file cannot be used.
+            SnapshotMismatchError, InvalidArgumentError: the drafter does not fit the target, or an option its limits.
+            OutOfMemoryError: weights or caches do not fit.
+        """
+        options = EngineOptions() if options is None else options
+        with ExitStack() as resources:
+            if not isinstance(target, TargetModel):
+                target = resources.enter_context(
+                    TargetModel.open(
+                        target,
+                        options.device,
+                        n_threads=options.n_threads,
+                        embedding=options.embedding,
+                        progress=progress,
+                    )
+                )
+            if draft == "auto":
+                draft = _builtin_drafter_of(target)
+            if draft is not None and not isinstance(draft, DraftModel):
+                draft = resources.enter_context(DraftModel.open(draft, target, options.draft_device))
+            return cls(target, draft, options, resources)
+
+    def __repr__(self) -> str:
+        drafter = "no drafter" if self._draft is None else "with a drafter"
+        state = "closed" if self._closed else f"n_ctx={self._options.n_ctx}"
+        return f"<Engine of {self._target!r}, {drafter}, {state}>"
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free caches and those models that open() loaded. Idempotent. An open stream is ended first.
+
+        Raises:
+            BusyError: called from inside a request of this engine, by its progress function.
+        """
+        if self._closed:
+            return
+        self.cancel()
+        while not self._running.acquire(timeout=0.02):
+            if self._runner == threading.get_ident() and self._active():
+                raise BusyError("close() was called from inside a request of this engine")
+            for stream in self._streams:
+                if inspect.getgeneratorstate(stream) == inspect.GEN_SUSPENDED:
+                    with suppress(ValueError):  # its own thread was faster to go on with it
+                        stream.close()
+        try:
+            self._closed = True
+            self._resources.close()
+        finally:
+            self._running.release()
+
+    @property
+    def closed(self) -> bool:
+        """True once close() was called."""
+        return self._closed
+
+    @property
+    def target(self) -> TargetModel:
+        """The target's weights."""
+        return self._target
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """The drafter's weights; None without a drafter."""
+        return self._draft
+
+    @property
+    def options(self) -> EngineOptions:
+        """What the engine was opened with."""
+        return self._options
+
+    @property
+    def cache(self) -> TargetCache:
+        """The target's cache. The engine resets it when a request starts."""
+        return self._cache
+
+    @property
+    def decoder(self) -> Decoder:
+        """The token loop, to be driven by hand: begin(), prefill(), step(), settle(), reset()."""
+        return self._decoder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the target's file."""
+        return self._tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template of the target's file; None if it has none."""
+        return self._template
+
+    @property
+    def width_policy(self) -> WidthPolicy | None:
+        """What has been learnt about step costs and acceptance; None without a drafter."""
+        return self._policy
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Of the last request that was not broken off; None before the first."""
+        return self._stats
+
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        **names: object,
+    ) -> str:
+        """Chat messages as prompt text, by the model's own template. See :meth:`ChatTemplate.render`.
+
+        Raises:
+            InvalidArgumentError: the model has no template, or the messages are malformed.
+            ChatTemplateError: the template refuses them.
+        """
+        if self._template is None:
+            raise InvalidArgumentError("messages", messages, "text or token ids: the model file has no chat template")
+        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **names)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, as generate() would use them.
+
+        Raises:
+            InvalidArgumentError: the prompt is empty, has ids outside the vocabulary, or messages that are malformed.
+        """
+        ids = self._ids_of(prompt)
+        if not ids:
+            raise InvalidArgumentError("prompt", prompt, "at least one token")
+        n_vocab = self._target.n_vocab
+        for i, token_id in enumerate(ids):
+            if not 0 <= token_id < n_vocab:
+                raise InvalidArgumentError(f"prompt[{i}]", token_id, f"a token id from 0 to {n_vocab - 1}")
+        return ids
+
+    def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer.encode(prompt, add_special=True))
+        items: Sequence[object] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            text = self.apply_template(cast("Sequence[Message]", items))
+            return tuple(self._tokenizer.encode(text))
+        if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+            raise InvalidArgumentError("prompt", prompt, "text, token ids, or chat messages")
+        return tuple(int(cast("int", item)) for item in items)
+
+    def generate(
+        self, prompt: Prompt, options: SamplingOptions | None = None, *, progress: ProgressFn | None = None
+    ) -> GenerationResult:
+        """Answer a prompt.
+
+        Args:
+            prompt: text, token ids, or chat messages, which go through the model's template.
+            options: None: greedy, until a stop token or the end of the context.
+            progress: called with prompt tokens done, at most 20 times a second; raising from it ends the request.
+
+        Raises:
+            InvalidArgumentError: the prompt is empty or malformed.
+            CapacityError: the prompt does not leave room for a single token.
+            BusyError: another request of this engine is running or a stream of it is open.
+            ClosedError: the engine was closed.
+            DeviceError, InternalError: the computation failed; also the drafter's, unless on_draft_failure says else.
+        """
+        with closing(self.stream(prompt, options, progress=progress)) as events:
+            return collect(events)
+
+    def stream(
+        self, prompt: Prompt, options: SamplingOptions | None = None, *, progress: ProgressFn | None = None
+    ) -> Generator[StreamEvent]:
+        """Answer a prompt piece by piece: one event a step at most, the last one with finish_reason and stats.
+
+        Arguments and errors are those of :meth:`generate`; the request starts with the first event that is asked for.
+        Closing the iterator early ends the request and leaves the engine usable; until then the engine is busy.
+        """
+        started = time.perf_counter()
+        self._check_open()
+        options = SamplingOptions() if options is None else options
+        ids = self.encode(prompt)
+        n_ctx = self._options.n_ctx
+        if len(ids) >= n_ctx:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens, but a context of {n_ctx} takes at most {n_ctx - 1}",
+                needed=len(ids) + 1,
+                available=n_ctx,
+            )
+        if options.seed is None:
+            options = replace(options, seed=secrets.randbits(_SEED_BITS))
+        room = n_ctx - len(ids)
+        budget = room if options.max_tokens is None else min(options.max_tokens, room)
+        stream = self._run(ids, options, budget, started, progress)
+        self._streams.add(stream)
+        return stream
+
+    def cancel(self) -> None:
+        """End the running request within one step or one chunk of its prompt, with finish_reason "cancelled".
+
+        Any thread. Nothing when no request runs: a later one is not affected.
+        """
+        self._cancelled.set()
+        if not self._closed:
+            self._decoder.cancel()
+
+    def _run(
+        self,
+        ids: tuple[int, ...],
+        options: SamplingOptions,
+        budget: int,
+        started: float,
+        progress: ProgressFn | None,
+    ) -> Generator[StreamEvent]:
+        if not self._running.acquire(blocking=False):
+            self._check_open()
+            raise BusyError("another request of this engine is running, or a stream of it is still open")
+        try:
+            self._check_open()
+            self._runner = threading.get_ident()
+            self._cancelled.clear()
+            request = Request(
+                decoder=self._decoder,
+                tokenizer=self._tokenizer,
+                policy=self._policy,
+                ids=ids,
+                options=options,
+                budget=budget,
+                started=started,
+                cancelled=self._cancelled.is_set,
+                progress=progress,
+                cached_tokens=self._keep_prefix(ids),
+            )
+            for event in request.run():
+                if event.stats is not None:
+                    self._stats = event.stats
+                yield event
+        finally:
+            self._runner = None
+            self._running.release()
+
+    def _keep_prefix(self, ids: tuple[int, ...]) -> int:
+        """Make the decoder hold the first n tokens of a prompt and nothing else; n. The only place that decides so."""
+        del ids
+        self._decoder.reset()
+        return 0
+
+    def _active(self) -> bool:
+        return any(inspect.getgeneratorstate(stream) == inspect.GEN_RUNNING for stream in self._streams)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the Engine is closed")
+
+
+def _default_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    source = tokenizer.chat_templates.get("default")
+    if source is None:
+        return None
+    texts = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    return ChatTemplate(source, *texts)
+
+
+def _builtin_drafter_of(target: TargetModel) -> Path | None:
+    """The drafter made for the built-in target; None, with a line in the log, for another target."""
+    if target.path.samefile(builtin.target_path()):
+        return builtin.draft_path()
+    log.info("no drafter was named for %s: decoding without one", target.path.name)
+    return None

@@ -1,0 +1,38 @@
+"""Steps that nobody asked for, so that the first request finds graphs built and knows what each width costs."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from pydflash.decoder import Decoder
+from pydflash.options import SamplingOptions
+from pydflash.width_policy import WidthPolicy
+
+_ROUNDS: Final = 4
+_SECONDS: Final = 0.5
+
+
+def warm_up(decoder: Decoder, policy: WidthPolicy, n_ctx: int) -> None:
+    """Take a few steps of every width and tell the policy their cost; the decoder is empty afterwards.
+
+    Ends after half a second, whatever has been measured until then: with a model so slow that little was, building a
+    graph takes no time worth mentioning and the first steps of a request tell enough. Nothing is done in a context too
+    small for it.
+    """
+    if n_ctx <= 1 + sum(policy.widths):
+        return
+    deadline = time.perf_counter() + _SECONDS
+    for _ in range(_ROUNDS):
+        decoder.reset()
+        decoder.begin(SamplingOptions(), stop_ids=[])
+        decoder.prefill([0], n_ctx)
+        for width in policy.widths:
+            begun = time.perf_counter()
+            if begun > deadline:
+                decoder.reset()
+                return
+            decoder.step(width, n_ctx)
+            decoder.settle()
+            policy.measured(width, (time.perf_counter() - begun) * 1e3)
+    decoder.reset()
