@@ -1,6 +1,7 @@
 #include "engine/decoder.hpp"
 
 #include <limits>
+#include <optional>
 
 #include "capi/handles.hpp"
 #include "capi/shim.hpp"
@@ -12,6 +13,27 @@ using namespace dflash::capi;
 namespace {
 
 constexpr size_t max_tokens = 64;
+
+/// Exclusive use of a decoder and of all that it works on.
+class UseAll {
+  public:
+    explicit UseAll(dflash_decoder * raw) : decoder_(raw), cache_(decoder_->cache) {
+        if (decoder_->context) {
+            context_.emplace(decoder_->context);
+        }
+        if (decoder_->mirror) {
+            mirror_.emplace(decoder_->mirror);
+        }
+    }
+    dflash_decoder * operator->() const { return &*decoder_; }
+    dflash_decoder & operator*() const { return *decoder_; }
+
+  private:
+    Use<dflash_decoder> decoder_;
+    Use<dflash_target_cache> cache_;
+    std::optional<Use<dflash_draft_context>> context_;
+    std::optional<Use<dflash_draft_feature_mirror>> mirror_;
+};
 
 void fill_result(dflash_decoder & handle, StepResult && step, dflash_step_result & r) {
     check(step.tokens.size() <= max_tokens, Status::internal, "a step of %zu tokens", step.tokens.size());
@@ -93,7 +115,7 @@ dflash_status dflash_decoder_begin(dflash_decoder * decoder, const dflash_sampli
         dflash_sampling_options defaults;
         dflash_sampling_options_init(&defaults);
         const dflash_sampling_options o = read_options(sampling, defaults, sizeof(defaults), "sampling");
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         SamplingParams p;
         p.temperature = o.temperature;
         p.top_k = o.top_k;
@@ -131,7 +153,7 @@ dflash_status dflash_decoder_prefill(dflash_decoder * decoder, const int32_t * i
                                      dflash_error * err) {
     return guard(err, [&] {
         dflash_step_result & r = output(result, "result");
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         check(n >= 0, Status::invalid, "%lld tokens, want >= 0", static_cast<long long>(n));
         if (n > 0) {
             required(ids, "ids");
@@ -148,14 +170,14 @@ dflash_status dflash_decoder_step(dflash_decoder * decoder, int32_t width, int64
                                   dflash_error * err) {
     return guard(err, [&] {
         dflash_step_result & r = output(result, "result");
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         fill_result(*use, use->decoder->step(width, budget), r);
     });
 }
 
 dflash_status dflash_decoder_settle(dflash_decoder * decoder, int64_t n_keep, dflash_error * err) {
     return guard(err, [&] {
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         use->decoder->settle(n_keep);
         use->cache->forward->wait();
     });
@@ -165,7 +187,7 @@ dflash_status dflash_decoder_top_logprobs(dflash_decoder * decoder, int32_t i, i
                                           int64_t capacity, int64_t * n, dflash_error * err) {
     return guard(err, [&] {
         output(n, "n");
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         check(i >= 0 && i < static_cast<int32_t>(use->draws.size()), Status::invalid,
               "token %d, the last call has log-probabilities of %zu", i, use->draws.size());
         const std::vector<TokenLogprob> & top = use->draws[static_cast<size_t>(i)].top;
@@ -182,7 +204,7 @@ dflash_status dflash_decoder_top_logprobs(dflash_decoder * decoder, int32_t i, i
 dflash_status dflash_decoder_state_get(dflash_decoder * decoder, dflash_decoder_state * out, dflash_error * err) {
     return guard(err, [&] {
         dflash_decoder_state & s = output(out, "out");
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         const Decoder & d = *use->decoder;
         const DecoderStats & t = d.stats();
         s.position = d.position();
@@ -210,14 +232,14 @@ dflash_status dflash_decoder_state_get(dflash_decoder * decoder, dflash_decoder_
 dflash_status dflash_decoder_tokens(dflash_decoder * decoder, int32_t * ids, int64_t capacity, int64_t * n,
                                     dflash_error * err) {
     return guard(err, [&] {
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         copy_list(use->decoder->tokens(), ids, capacity, n);
     });
 }
 
 dflash_status dflash_decoder_reset(dflash_decoder * decoder, dflash_error * err) {
     return guard(err, [&] {
-        const Use<dflash_decoder> use(decoder);
+        const UseAll use(decoder);
         use->decoder->reset();
     });
 }

@@ -261,7 +261,7 @@ typedef struct dflash_target_cache_options {
     const char * v_type;
     const int32_t * capture_layers; /* layer outputs kept as features; copied */
     int64_t n_capture_layers;
-    int64_t feature_capacity;  /* rows of the feature ring; 0: min(capacity, 4096) */
+    int64_t feature_capacity;  /* rows of the feature ring; 0: capacity up to the next 256, at most 4096 */
     const char * feature_type; /* f32 f16 bf16; NULL: f32 */
     int32_t layer_begin;
     int32_t layer_end;         /* negative: last loaded layer */

@@ -55,7 +55,9 @@ template <class T> std::shared_ptr<T> borrow(const T * raw) {
 /// Throws as borrow(), and Status::busy while another call, also one further up on this thread, is inside.
 template <class T> class Use {
   public:
-    explicit Use(const T * raw) : handle_(borrow(raw)) {
+    explicit Use(const T * raw) : Use(borrow(raw)) {}
+    /// The same for an object that another handle keeps alive, whether its own handle is still open or not.
+    explicit Use(std::shared_ptr<T> handle) : handle_(std::move(handle)) {
         check(!busy().exchange(true, std::memory_order_acquire), Status::busy, "%s is in use by another call", T::noun);
     }
     Use(const Use &) = delete;

@@ -23,7 +23,9 @@ Front & front() {
 
 dflash_status dflash_log_take(int32_t * level, char * buffer, uint64_t size, uint64_t * needed) {
     using namespace dflash;
-    return capi::guard(nullptr, [&] {
+    // An empty queue is the usual answer and asked for after every call: it must not cost an exception.
+    dflash_status status = DFLASH_STATUS_OK;
+    const dflash_status failed = capi::guard(nullptr, [&] {
         if (level != nullptr) {
             *level = 0;
         }
@@ -34,16 +36,23 @@ dflash_status dflash_log_take(int32_t * level, char * buffer, uint64_t size, uin
         Front & f = front();
         std::lock_guard<std::mutex> lock(f.mutex);
         f.waiting = f.waiting || log_take(f.line);
-        check(f.waiting, Status::not_found, "no line waits");
+        if (!f.waiting) {
+            status = DFLASH_STATUS_NOT_FOUND;
+            return;
+        }
         const uint64_t bytes = f.line.text.size() + 1;
         if (needed != nullptr) {
             *needed = bytes;
         }
-        check(bytes <= size, Status::capacity, "buffer too small");
+        if (bytes > size) {
+            status = DFLASH_STATUS_CAPACITY;
+            return;
+        }
         std::memcpy(buffer, f.line.text.c_str(), bytes);
         if (level != nullptr) {
             *level = static_cast<int32_t>(f.line.level);
         }
         f.waiting = false;
     });
+    return failed != DFLASH_STATUS_OK ? failed : status;
 }

@@ -256,23 +256,21 @@ def test_logprobs_equal_plain_decoding(f32_target: Target, f32_drafter: Drafter)
         assert len(tops) == len(got)
 
 
-@pytest.mark.parametrize("k_type", ["f32", "f16", "q8_0"])
-def test_draft_kv_type_keeps_acceptance(
-    f32_path: Callable[[str], object], k_type: str
-) -> None:
+def test_draft_kv_type_keeps_acceptance() -> None:
     """The built-in pair, whose heads of 64 are rotated when the type is quantised: q8_0 within 3 % of f16."""
-    prompt = list(range(200, 232))
+    prompts = [list(range(start, start + 32)) for start in range(200, 3000, 350)]
     with (
         pydflash.TargetModel.open(None, n_threads=1) as target,
         pydflash.DraftModel.open(None, target) as drafter,
         pydflash.TargetCache(target, capacity=512, capture_layers=drafter.config.target_layer_ids) as cache,
     ):
         lengths = {}
-        for kv in ("f16", k_type):
+        for kv in ("f16", "f32", "q8_0"):
             with (
                 pydflash.DraftContext(drafter, k_type=kv, v_type=kv) as context,  # type: ignore[arg-type]
                 pydflash.Decoder(cache, context) as decoder,
             ):
-                tokens, steps = run(decoder, prompt, 160, 16)
-                lengths[kv] = len(tokens) / len(steps)
-    assert lengths[k_type] == pytest.approx(lengths["f16"], rel=0.03)
+                runs = [run(decoder, prompt, 96, 16) for prompt in prompts]
+                lengths[kv] = sum(len(tokens) - 1 for tokens, _ in runs) / sum(len(steps) for _, steps in runs)
+    assert lengths["q8_0"] == pytest.approx(lengths["f16"], rel=0.03), lengths
+    assert lengths["f32"] == pytest.approx(lengths["f16"], rel=0.03), lengths
