@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,19 @@ class StepGolden(TypedDict):
     cases: list[StepCase]
 
 
+class DemoAnswer(TypedDict):
+    """Greedy answer of the built-in pair in f32 to a prompt of scripts/prompts.json, up to 192 tokens or the turn's end.
+
+    accepted_length is the mean number of tokens that a verify step adds; the first token comes from the prompt and
+    belongs to no step. Both sources hold these keys, and more of their own.
+    """
+
+    id: str
+    n_prompt: int
+    tokens: list[int]
+    accepted_length: float
+
+
 def _sparse(data: "np.lib.npyio.NpzFile") -> SparseLogits:
     return SparseLogits(*(data[name] for name in ("argmax", "top_ids", "top_logits", "columns", "column_logits")))
 
@@ -139,7 +152,7 @@ def nano_logits() -> tuple[_Ints, _Floats]:
 
 
 def block_golden(name: str) -> BlockGolden:
-    """Draft logits of a drafter in tests/data/drafters (or "demo"), by its name."""
+    """Draft logits of a drafter in tests/data/drafters, or of the built-in one as "demo-" and the id of a prompt."""
     with _load(GOLDENS / f"block-{name}.npz") as data:
         features = data["features"] if "features" in data.files else None
         return BlockGolden(
@@ -153,7 +166,14 @@ def block_golden(name: str) -> BlockGolden:
         )
 
 
+def demo_answers(source: Literal["reference", "llama-cpp-dflash"]) -> list[DemoAnswer]:
+    """Answers to the whole prompt set, by the exact loop (transformers and `dflash`) or by llama.cpp with its DFlash."""
+    text = (GOLDENS / f"demo-{source}.json").read_text(encoding="utf-8")
+    answers: list[DemoAnswer] = json.loads(text)["prompts"]
+    return answers
+
+
 def step_golden(name: str) -> StepGolden:
-    """Steps of a drafter file in tests/data/models, by its name without type and ending."""
+    """Steps of a drafter in tests/data/models, by its name without type and ending, or "demo-steps"."""
     golden: StepGolden = json.loads((GOLDENS / f"{name}.json").read_text(encoding="utf-8"))
     return golden

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.goldens import block_golden, nano_logits, step_golden, target_golden
+from support.goldens import block_golden, demo_answers, nano_logits, step_golden, target_golden
 from support.models import DRAFTERS, MODELS, QuantType, quantize_gguf, read_tensors, upcast_folder, upcast_gguf
 from support.q4_k import quantize_q4_k
 
@@ -100,3 +100,11 @@ def test_block_golden_shapes() -> None:
     assert golden.features is not None
     assert golden.features.shape == (40, 2 * 64)
     np.testing.assert_array_equal(golden.anchors, golden.ids[golden.contexts])
+
+
+def test_two_independent_engines_agree_on_the_built_in_pair() -> None:
+    exact, peer = demo_answers("reference"), demo_answers("llama-cpp-dflash")
+    assert len(exact) == len(peer) == 24
+    for ours, theirs in zip(exact, peer, strict=True):
+        assert (ours["id"], ours["tokens"]) == (theirs["id"], theirs["tokens"])
+        assert ours["accepted_length"] == theirs["accepted_length"]
