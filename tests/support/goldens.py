@@ -101,7 +101,7 @@ class StepGolden(TypedDict):
 
 
 class DemoAnswer(TypedDict):
-    """Greedy answer of the built-in pair in f32 to a prompt of scripts/prompts.json, up to 192 tokens or the turn's end.
+    """Greedy f32 answer of the built-in pair to a prompt of scripts/prompts.json: 192 tokens, or to the turn's end.
 
     accepted_length is the mean number of tokens that a verify step adds; the first token comes from the prompt and
     belongs to no step. Both sources hold these keys, and more of their own.
@@ -167,7 +167,7 @@ def block_golden(name: str) -> BlockGolden:
 
 
 def demo_answers(source: Literal["reference", "llama-cpp-dflash"]) -> list[DemoAnswer]:
-    """Answers to the whole prompt set, by the exact loop (transformers and `dflash`) or by llama.cpp with its DFlash."""
+    """Answers to the whole prompt set, by the exact loop (transformers and `dflash`) or by llama.cpp's DFlash."""
     text = (GOLDENS / f"demo-{source}.json").read_text(encoding="utf-8")
     answers: list[DemoAnswer] = json.loads(text)["prompts"]
     return answers
