@@ -103,8 +103,8 @@ class StepCosts:
     """Milliseconds of a step by width, from recent measurements.
 
     The first step of a width also builds its graph, so it counts only as long as there is no other; what remains is
-    judged by the lower median, which a busy machine moves little. Widths that were not measured are filled in from those
-    that were.
+    judged by the lower median, which a busy machine moves little. Widths that were not measured are filled in from
+    those that were.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:

@@ -67,7 +67,8 @@ def run(arguments: list[str]) -> int:
     """Run one command; the exit status. Errors are one line on standard error."""
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="pydflash", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
     except typer.Abort:
         return _INTERRUPTED
     except TyperException as error:

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from pydflash.cli import flags
 from pydflash.cli.terminal import size
-from pydflash.draft_model import DraftConfig, DraftModel
+from pydflash.draft_context import DraftContext
+from pydflash.draft_model import DraftModel
 from pydflash.errors import NotFoundError, PydflashError
 from pydflash.gguf_file import GgufFile
 from pydflash.options import EngineOptions
@@ -23,7 +24,6 @@ from pydflash.target_cache import TargetCache
 from pydflash.target_model import LayerKind, TargetConfig, TargetModel
 
 _DRAFTERS = frozenset({"dflash", "qwen35-dflash-draft", "dflash-draft", "gemma4-dflash-draft"})
-_FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _REFUSED = 1
 
 
@@ -138,32 +138,37 @@ def _target_memory(path: Path, config: TargetConfig, options: EngineOptions, n_t
     """Bytes of a cache for the whole model: layers of one kind are alike, so one of each tells."""
     sums: Counter[str] = Counter()
     for kind, count in Counter(config.layer_kinds).items():
-        with _open_layer(path, config.layer_kinds.index(kind)) as one:
-            plan = TargetCache.plan(one, options.n_ctx, options.k_type, options.v_type, capture_layers=())
+        layer = config.layer_kinds.index(kind)
+        with _open_layer(path, layer) as one:
+            plan = TargetCache.plan(
+                one,
+                options.n_ctx,
+                options.k_type,
+                options.v_type,
+                capture_layers=(layer,),
+                feature_capacity=options.feature_capacity,
+                feature_type=options.feature_type,
+            )
         for name in ("k_bytes", "v_bytes", "recurrent_bytes", "conv_bytes"):
             sums[name.removesuffix("_bytes")] += count * getattr(plan, name)
         sums["rotation"] = max(sums["rotation"], plan.rotation_bytes)
-    rows = options.feature_capacity or min(options.n_ctx, 4096)
-    sums["features"] = rows * n_taps * config.n_embd * _FLOAT_BYTES[options.feature_type]
+        sums["features"] = n_taps * plan.feature_bytes
     return {name: n for name, n in sums.items() if n}
 
 
 def _planned_drafter(report: Report, draft: Path, options: EngineOptions) -> tuple[int, ...]:
     """Add a drafter's memory; the layers it captures."""
     with TargetModel.open(report.path, embedding="host") as target, DraftModel.open(draft, target) as drafter:
-        report.memory_bytes |= _draft_memory(drafter.config, options)
+        report.memory_bytes |= _draft_memory(drafter, options)
         return drafter.config.target_layer_ids
 
 
-def _draft_memory(config: DraftConfig, options: EngineOptions) -> dict[str, int]:
-    rows = sum(
-        window + config.block_size + options.draft_slack if window else options.draft_full_rows
-        for window in config.windows
-    )
-    return {
-        "drafter_weights": config.weight_bytes,
-        "draft_context": rows * config.n_head_kv * config.head_dim * 2 * _FLOAT_BYTES["f16"],
-    }
+def _draft_memory(drafter: DraftModel, options: EngineOptions) -> dict[str, int]:
+    """Weights and context of a drafter. The context is small, so it is made to see what it takes."""
+    with DraftContext(
+        drafter, options.draft_k_type, options.draft_v_type, options.draft_full_rows, options.draft_slack
+    ) as context:
+        return {"drafter_weights": drafter.config.weight_bytes, "draft_context": context.state.memory_bytes}
 
 
 def _judge_context(report: Report, config: TargetConfig, options: EngineOptions) -> None:
@@ -193,7 +198,7 @@ def _inspect_drafter(report: Report, model: Path | None, options: EngineOptions)
             "rope_theta": config.rope_theta,
             "output_head": "its own" if config.has_own_head else "the target's",
         }
-        report.memory_bytes = _draft_memory(config, options)
+        report.memory_bytes = _draft_memory(drafter, options)
 
 
 def _runs(kinds: tuple[LayerKind, ...]) -> str:
