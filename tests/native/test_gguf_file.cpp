@@ -116,6 +116,12 @@ TEST(counts_without_bytes_behind_them) {
         const ScratchFile text(file.bytes());
         CHECK(fenced_status(0, [&] { GgufFile::open(text.path()); }) == Status::format);
     }
+    GgufBytes few = sample_gguf();
+    few.extra_keys = 60000;
+    CHECK_THROWS_WITH(Status::format, "the header claims 60019 keys", opened(few));
+    few = sample_gguf();
+    few.extra_tensors = 130000;
+    CHECK_THROWS_WITH(Status::format, "the header claims 130004 tensors", opened(few));
     GgufBytes one_more = sample_gguf();
     one_more.extra_keys = 1;
     CHECK_THROWS(Status::format, opened(one_more));
@@ -254,6 +260,8 @@ TEST(bytes_behind_and_between_tensors_are_allowed) {
     CHECK_EQ(opened(file)->tensors().size(), 4u);
     file.tensors.erase(file.tensors.begin() + 1);
     CHECK_EQ(opened(file)->tensors().size(), 3u);
+    file.tensors = {{"first", {32}, GGML_TYPE_I8, 0}, {"second", {1}, GGML_TYPE_I8, 32}}; // not a byte between them
+    CHECK_EQ(opened(file)->tensors().size(), 2u);
     file.tensors.clear();
     file.data.clear();
     file.alignment = 0;

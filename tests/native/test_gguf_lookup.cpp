@@ -44,6 +44,10 @@ TEST(a_good_file_is_read_back) {
     CHECK_EQ(file->require_float("x.f32", 0, 2), 1.5);
     CHECK_EQ(file->require_float("x.f64", -3, 0), -2.25);
     CHECK_EQ(file->number_at(*file->find("n.u64"), 0), 9223372036854775808.0);
+    CHECK_EQ(file->require_int("n.u8", 200, 200), 200); // limits are inclusive
+    CHECK_EQ(file->require_float("x.f32", 1.5, 1.5), 1.5);
+    const auto largest = opened_with_key(gguf_key("n", GgufType::u64, bytes_of<uint64_t>(highest)));
+    CHECK_EQ(largest->require_int("n", 0, highest), highest);
     CHECK(file->bool_or("flag", false));
     CHECK(file->bools_or("bools", {}, 4) == std::vector<bool>({true, true, false, true}));
     CHECK(file->bools_or("bits", {}, 3) == std::vector<bool>({true, false, true}));
@@ -52,6 +56,15 @@ TEST(a_good_file_is_read_back) {
     CHECK(file->floats_or("floats", {}, 2) == std::vector<double>({0.5, -8.0}));
     CHECK(file->find("missing") == nullptr);
     CHECK(file->find("") == nullptr);
+}
+
+TEST(types_have_names) {
+    const char * const names[] = {"u8",   "i8",     "u16",   "i16", "u32", "i32", "f32",
+                                  "bool", "string", "array", "u64", "i64", "f64"};
+    for (uint32_t id = 0; id < 13; ++id) {
+        CHECK_EQ(std::string(gguf_type_name(static_cast<GgufType>(id))), names[id]);
+    }
+    CHECK_EQ(std::string(gguf_type_name(static_cast<GgufType>(13))), "unknown");
 }
 
 TEST(strings_have_random_access) {

@@ -98,6 +98,22 @@ TEST(parts_that_do_not_belong_together) {
     CHECK_THROWS_WITH(Status::format, "m-00003-of-00003.gguf", opened(sample));
 }
 
+TEST(the_limit_of_tensors_is_one_for_all_parts) {
+    SplitSample sample;
+    for (GgufBytes * file : {&sample.first, &sample.second}) {
+        file->tensors.clear();
+        for (uint64_t i = 0; i <= GgufFile::max_tensors / 2; ++i) {
+            file->tensors.push_back({format("%d.%llu", file == &sample.first, static_cast<unsigned long long>(i)),
+                                     {1},
+                                     GGML_TYPE_F32,
+                                     i * 32});
+        }
+        file->data.resize(file->tensors.size() * 32);
+    }
+    CHECK_THROWS_WITH(Status::format, "m-00002-of-00003.gguf: the parts up to this one hold 131074 tensors",
+                      opened(sample));
+}
+
 TEST(names_and_counts_must_agree) {
     const SplitSample sample;
     const ScratchFile renamed(sample.first.bytes(), "renamed.gguf");

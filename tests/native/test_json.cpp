@@ -62,6 +62,7 @@ TEST(accessors_name_what_was_found) {
     CHECK_THROWS_WITH(Status::format, "c.json: key k: found 1, want 2 to 3", items[0].as_int("c.json: key k", 2, 3));
     CHECK_THROWS_WITH(Status::format, "found number, want an integer", items[1].as_int("k", 0, 9));
     CHECK_THROWS_WITH(Status::format, "found 1, want 2 to 3", items[1].as_double("k", 2, 3));
+    CHECK_EQ(items[1].as_double("k", 1, 1), 1.0); // limits are inclusive
     CHECK_THROWS_WITH(Status::format, "found string, want a number", items[2].as_double("k", 0, 9));
     CHECK_THROWS_WITH(Status::format, "found null, want a string", items[3].as_string("k"));
     CHECK_THROWS_WITH(Status::format, "found integer, want bool", items[0].as_bool("k"));
@@ -96,6 +97,10 @@ TEST(strings) {
     CHECK_EQ(string_of("\"\\\"\\\\\\/\\b\\f\\n\\r\\t\""), "\"\\/\b\f\n\r\t");
     CHECK_EQ(string_of("\"\\u0041\\u00e9\\u20AC\\ud83d\\uDE00\""), "A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80");
     CHECK_EQ(string_of("\"\\u0000\""), std::string(1, '\0'));
+    CHECK_EQ(string_of("\"\\u007f\\u0080\\u07FF\\u0800\\ud7ff\\ue000\\uFFFF\""),
+             "\x7f\xc2\x80\xdf\xbf\xe0\xa0\x80\xed\x9f\xbf\xee\x80\x80\xef\xbf\xbf");
+    CHECK_EQ(string_of("\"\\ud800\\udc00\\uDBFF\\uDFFF\""), "\xf0\x90\x80\x80\xf4\x8f\xbf\xbf");
+    CHECK_EQ(string_of("\"\\u0aAf a b\""), "\xe0\xaa\xaf a b");
     CHECK_EQ(string_of("\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\""), "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80");
     for (const char * bad : {"\"",
                              "\"a",
@@ -107,6 +112,9 @@ TEST(strings) {
                              "\"\\ud800\"",
                              "\"\\ud800\\u0041\"",
                              "\"\\udc00\"",
+                             "\"\\udfff\"",
+                             "\"\\ud800\\udbff\"",
+                             "\"\\ud800\\ue000\"",
                              "\"\\ud800\\ud800\"",
                              "\"a\nb\"",
                              "\"a\tb\"",
@@ -123,6 +131,22 @@ TEST(strings) {
         CHECK_THROWS(Status::format, parsed(bad));
     }
     CHECK_THROWS(Status::format, parsed(std::string("\"a\0b\"", 5)));
+}
+
+TEST(nothing_behind_the_text_is_read) {
+    CHECK_EQ(parsed(std::string_view("12345", 3)).as_int("n", 0, 999), 123);
+    CHECK(parsed(std::string_view("[]]", 2)).is_array());
+    CHECK(parsed(std::string_view("7 8", 2)).is_int());
+    for (const char * whole : {"\"ab\"", "[1]", "{\"a\":1}", "\"\\n\"", "\"\\u00e9\"", "\"\\ud83d\\ude00\"", "true",
+                               "null", "[\"\xc3\xa9\"]", "-1"}) {
+        for (size_t n = 0; n < std::strlen(whole); ++n) {
+            CHECK_THROWS(Status::format, parsed(std::string_view(whole, n)));
+        }
+    }
+    for (size_t n : {2, 3}) {
+        CHECK_THROWS(Status::format, parsed(std::string_view("1e+5", n)));
+    }
+    CHECK_THROWS_WITH(Status::format, "found the end of the text", parsed(std::string_view("[1]", 2)));
 }
 
 TEST(what_strict_json_refuses) {
