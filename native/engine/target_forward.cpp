@@ -67,6 +67,7 @@ TargetForward::Entry & TargetForward::entry(const TargetGraphShape & shape) {
     auto e = std::make_unique<Entry>();
     e->graph = build_target_graph(cache_, shape);
     e->ints.resize(static_cast<size_t>(e->graph->ints->ne[0]));
+    e->kv_rows.resize(static_cast<size_t>(shape.n_rows));
     e->last_use = clock_;
     entries_.push_back(std::move(e));
     return *entries_.back();
@@ -81,10 +82,10 @@ void TargetForward::run(Entry & e, int64_t base, const int32_t * ids, const floa
     int32_t * at = e.ints.data();
     for (int64_t i = 0; i < n; ++i) {
         at[i] = static_cast<int32_t>(base + i);
-        at[n + i] = static_cast<int32_t>(base + i);
-        at[2 * n + i] = static_cast<int32_t>((base + i) % ring);
+        at[n + i] = static_cast<int32_t>((base + i) % ring);
+        e.kv_rows[static_cast<size_t>(i)] = base + i;
     }
-    at += 3 * n;
+    at += 2 * n;
     for (const int64_t row : out_rows) {
         *at++ = static_cast<int32_t>(row);
     }
@@ -100,6 +101,7 @@ void TargetForward::run(Entry & e, int64_t base, const int32_t * ids, const floa
         g.graph->write(g.activations, e.activations.data(), 0, e.activations.size() * sizeof(float));
     }
     g.graph->write(g.ints, e.ints.data(), 0, e.ints.size() * sizeof(int32_t));
+    g.graph->write(g.kv_rows, e.kv_rows.data(), 0, e.kv_rows.size() * sizeof(int64_t));
     if (g.mask) {
         g.mask->update(*g.graph, base);
     }

@@ -86,7 +86,8 @@ class TargetForward {
     struct Entry {
         std::unique_ptr<TargetGraph> graph;
         std::unique_ptr<CommitGraph> commit; // declared after the graph it reads from: destroyed first
-        std::vector<int32_t> ints;           // host side of the index input
+        std::vector<int32_t> ints;           // host side of the index inputs
+        std::vector<int64_t> kv_rows;
         std::vector<float> activations;
         uint64_t last_use = 0;
     };

@@ -81,6 +81,9 @@ void Graph::finish(const char * what) {
 }
 
 void Graph::write(ggml_tensor * input, const void * data, uint64_t offset, uint64_t n_bytes) {
+    if (finished_ && input->data == nullptr) {
+        return;
+    }
     tensor_write_async(*device_, input, data, offset, n_bytes);
     n_to_device.fetch_add(n_bytes, std::memory_order_relaxed);
 }

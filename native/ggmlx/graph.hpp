@@ -52,6 +52,7 @@ class Graph {
     /// Throws Status::unsupported naming the operation, Status::out_of_memory with the bytes needed and free.
     void finish(const char * what);
 
+    /// Fills an input. An input that no node reads has no memory; writing it does nothing.
     void write(ggml_tensor * input, const void * data, uint64_t offset, uint64_t n_bytes);
     void write_2d(ggml_tensor * input, const void * data, uint64_t offset, uint64_t n_bytes, uint64_t n_rows,
                   uint64_t stride_tensor, uint64_t stride_data);

@@ -33,7 +33,9 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     if (cache.v_rotation() != nullptr) {
         v = build_rotation(ctx, cache.v_rotation(), v);
     }
-    graph.expand(ggml_set_rows(ctx, cache.attn_k(il), ggml_reshape_2d(ctx, k, hd * c.n_head_kv, n), rows.kv_rows));
+    // A view, not a reshape, and 64-bit rows: so a backend can write K from its norm and rope kernel.
+    k = ggml_view_2d(ctx, k, hd * c.n_head_kv, n, k->nb[2], 0);
+    graph.expand(ggml_set_rows(ctx, cache.attn_k(il), k, rows.kv_rows));
     graph.expand(ggml_set_rows(ctx, cache.attn_v(il), ggml_reshape_2d(ctx, v, hd * c.n_head_kv, n), rows.kv_rows));
 
     ggml_tensor * out =
@@ -67,14 +69,20 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
     beta = ggml_reshape_3d(ctx, beta, 1, hv, n);
     g = ggml_reshape_3d(ctx, g, 1, hv, n);
 
-    ggml_tensor * window = ggml_concat(ctx, conv_state, mixed, 1); // [channels, history + n]
-    ggml_tensor * by_time = ggml_cont(ctx, ggml_transpose(ctx, window));
+    ggml_tensor * window = nullptr;  // [channels, history + n]
+    ggml_tensor * by_time = nullptr; // its transpose
+    if (update == StateUpdate::write) {
+        by_time = ggml_concat(ctx, ggml_transpose(ctx, conv_state), ggml_transpose(ctx, mixed), 0);
+    } else { // a commit gathers columns of the window
+        window = ggml_concat(ctx, conv_state, mixed, 1);
+        by_time = ggml_cont(ctx, ggml_transpose(ctx, window));
+    }
     ggml_tensor * qkv = ggml_silu(ctx, ggml_ssm_conv(ctx, by_time, l.ssm_conv1d)); // [channels, n]
     if (update == StateUpdate::write) {
         graph.expand(qkv);
         ggml_tensor * newest =
-            ggml_view_2d(ctx, window, channels, history, window->nb[1], window->nb[1] * static_cast<size_t>(n));
-        graph.expand(ggml_cpy(ctx, newest, conv_state));
+            ggml_view_2d(ctx, by_time, history, channels, by_time->nb[1], by_time->nb[0] * static_cast<size_t>(n));
+        graph.expand(ggml_cpy(ctx, ggml_transpose(ctx, newest), conv_state));
     }
 
     // x / sqrt(sum x^2 + eps) written as a scaled RMS norm: queries and keys share one pass.
@@ -92,7 +100,7 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
     const size_t tail = ggml_row_size(mix->type, s * hv * n);
     if (update == StateUpdate::write) {
         ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, tail);
-        graph.expand(ggml_cpy(ctx, last, ggml_reshape_1d(ctx, state, s * s * hv)));
+        graph.expand(ggml_cpy(ctx, last, state_target(ctx, state)));
     } else {
         check(capture != nullptr, Status::internal, "verify without a capture for layer %d", il);
         *capture = {il, window, qk, qkv, g, beta, nullptr};
@@ -205,6 +213,12 @@ ggml_tensor * build_rope(ggml_context * ctx, ggml_tensor * x, ggml_tensor * posi
                          ggml_tensor * freq_factors) {
     return ggml_rope_ext(ctx, x, positions, freq_factors, r.n_dims, GGML_ROPE_TYPE_NEOX, r.n_ctx_orig, r.theta,
                          r.freq_scale, r.ext_factor, r.attn_factor, r.beta_fast, r.beta_slow);
+}
+
+ggml_tensor * state_target(ggml_context * ctx, ggml_tensor * state) {
+    const int64_t n = ggml_nelements(state);
+    const size_t bytes = ggml_row_size(state->type, n);
+    return ggml_view_3d(ctx, state, n, 1, 1, bytes, bytes, 0);
 }
 
 ggml_tensor * build_rotation(ggml_context * ctx, ggml_tensor * r, ggml_tensor * x) {

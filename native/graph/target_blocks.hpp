@@ -14,7 +14,7 @@ namespace dflash {
 /// Index inputs that every layer of one forward pass shares.
 struct RowInputs {
     ggml_tensor * positions = nullptr; // i32 [n_rows], absolute
-    ggml_tensor * kv_rows = nullptr;   // i32 [n_rows], row of K/V that each token writes
+    ggml_tensor * kv_rows = nullptr;   // i64 [n_rows], row of K/V that each token writes
     ggml_tensor * mask = nullptr;      // f16 [n_kv, n_rows], 0 or -inf
     ggml_tensor * conv_rows = nullptr; // i32 [n_rows * d_conv], tree only: window columns of each row, oldest first
     ggml_tensor * ancestors = nullptr; // f32 [n_rows, n_rows], tree only: 1 where column j is row i or its ancestor
@@ -40,6 +40,8 @@ ggml_tensor * build_norm(ggml_context * ctx, ggml_tensor * x, ggml_tensor * weig
 /// Rotary embedding of x [head_dim, n_heads, n_rows] at positions i32 [n_rows]. freq_factors: f32 [n_dims/2] or null.
 ggml_tensor * build_rope(ggml_context * ctx, ggml_tensor * x, ggml_tensor * positions, const RopeParams & rope,
                          ggml_tensor * freq_factors = nullptr);
+/// A recurrent state as the target of a copy, in the form in which a backend fuses that copy into the DeltaNet kernel.
+ggml_tensor * state_target(ggml_context * ctx, ggml_tensor * state);
 /// x [width, ...] with each block of r->ne[0] values multiplied by the symmetric matrix r.
 ggml_tensor * build_rotation(ggml_context * ctx, ggml_tensor * r, ggml_tensor * x);
 /// Attention over q [head_dim, n_head, n_rows] and cached K/V rows [head_dim * n_head_kv, ...], the first n_kv of

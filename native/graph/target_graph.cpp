@@ -46,11 +46,12 @@ std::unique_ptr<TargetGraph> build_target_graph(const TargetCache & cache, const
     ggml_context * ctx = graph.ctx();
 
     const bool host_ids = !shape.from_hidden && shape.device_ids == nullptr && model.tok_embd() != nullptr;
-    IntSlices ints(graph, n * (host_ids ? 4 : 3) + shape.n_out);
+    IntSlices ints(graph, n * (host_ids ? 3 : 2) + shape.n_out);
     built->ints = ints.all();
     RowInputs rows;
     rows.positions = ints.take(n);
-    rows.kv_rows = ints.take(n);
+    rows.kv_rows = graph.input(GGML_TYPE_I64, "kv_rows", n);
+    built->kv_rows = rows.kv_rows;
     ggml_tensor * feature_rows = ints.take(n);
     ggml_tensor * out_rows = shape.n_out > 0 ? ints.take(shape.n_out) : nullptr;
     rows.n_kv = shape.n_kv;
@@ -162,7 +163,7 @@ std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const
         ggml_tensor * mix = ggml_gated_delta_net(ctx, k, k, v, ggml_reshape_3d(ctx, g, 1, hv, n),
                                                  ggml_reshape_3d(ctx, beta, 1, hv, n), state, 1);
         ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, ggml_row_size(mix->type, s * hv * n));
-        graph.expand(ggml_cpy(ctx, last, ggml_reshape_1d(ctx, state, s * s * hv)));
+        graph.expand(ggml_cpy(ctx, last, state_target(ctx, state)));
         graph.expand(ggml_cpy(ctx, ggml_get_rows(ctx, d.conv_input, built->conv_rows), cache.conv_state(d.layer)));
     }
     graph.finish("commit");

@@ -33,13 +33,14 @@ struct TargetGraphShape {
 struct TargetGraph {
     TargetGraphShape shape;
     std::unique_ptr<Graph> graph;
-    ggml_tensor * ints = nullptr;        // i32: positions, kv_rows, feature rows, out rows, host ids one after another
-    ggml_tensor * activations = nullptr; // f32 [n_embd, n_rows]: host embeddings or hidden states; null with ids
-    std::unique_ptr<AttentionMask> mask; // null without full-attention layers
-    ggml_tensor * logits = nullptr;      // f32 [n_vocab, n_out]
-    ggml_tensor * argmax = nullptr;      // i32 [n_out]
-    ggml_tensor * hidden_out = nullptr;  // f32 [n_embd, n_rows]
-    std::vector<ggml_tensor *> hidden;   // by hidden_layers
+    ggml_tensor * ints = nullptr;            // i32: positions, feature rows, out rows, host ids one after another
+    ggml_tensor * kv_rows = nullptr;         // i64 [n_rows]
+    ggml_tensor * activations = nullptr;     // f32 [n_embd, n_rows]: host embeddings or hidden states; null with ids
+    std::unique_ptr<AttentionMask> mask;     // null without full-attention layers
+    ggml_tensor * logits = nullptr;          // f32 [n_vocab, n_out]
+    ggml_tensor * argmax = nullptr;          // i32 [n_out]
+    ggml_tensor * hidden_out = nullptr;      // f32 [n_embd, n_rows]
+    std::vector<ggml_tensor *> hidden;       // by hidden_layers
     std::vector<ggml_tensor *> moe_selected; // i32 [n_expert_used, n_rows] by layer of the range, null for dense layers
     std::vector<DeltaNetCapture> captures;   // verify only, one per DeltaNet layer
     bool has_host_ids = false;
