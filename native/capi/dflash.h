@@ -103,8 +103,8 @@ DFLASH_API dflash_status dflash_log_take(int32_t * level, char * buffer, uint64_
 /* ---- Ownership ----------------------------------------------------------------------------------------------------
  *   thing                                  made by                    freed by       lives while
  *   gguf                                   dflash_gguf_open           its free       no other object needs it
- *   target_model                           dflash_target_model_open   its free       caches and drafters hold a reference
- *   target_cache                           dflash_target_cache_new    its free       keeps its model alive
+ *   target_model                           dflash_target_model_open   its free       caches and drafters hold a
+ * reference target_cache                           dflash_target_cache_new    its free       keeps its model alive
  *   draft_model                            dflash_draft_model_open    its free       keeps its target model alive
  *   draft_context, draft_feature_mirror    ..._new                    own free       keep their model or device alive
  *   decoder                                dflash_decoder_new         its free       keeps cache, context, mirror alive
@@ -127,7 +127,7 @@ typedef int32_t (*dflash_progress_fn)(int64_t done, int64_t total, void * user);
 /* ---- Devices ------------------------------------------------------------------------------------------ since: 1 */
 
 typedef struct dflash_device_info {
-    char name[64];        /* "CPU", "CUDA0", ... */
+    char name[64]; /* "CPU", "CUDA0", ... */
     char description[128];
     char kind[16];        /* "cpu", "gpu", "igpu", "accel", "meta" */
     uint64_t memory_free; /* bytes */
@@ -143,8 +143,8 @@ typedef struct dflash_work_counters {
     uint64_t graphs_built;
     uint64_t buffers_allocated; /* working memory of graphs */
     uint64_t graphs_computed;
-    uint64_t bytes_to_device;   /* inputs of graphs */
-    uint64_t bytes_to_host;     /* results of graphs */
+    uint64_t bytes_to_device; /* inputs of graphs */
+    uint64_t bytes_to_host;   /* results of graphs */
 } dflash_work_counters;
 
 DFLASH_API void dflash_work_counters_get(dflash_work_counters * out);
@@ -173,10 +173,10 @@ DFLASH_API dflash_status dflash_gguf_value_read(const dflash_gguf * gguf, int64_
 
 typedef struct dflash_gguf_tensor {
     char name[64];
-    char type[16];        /* "f32", "q8_0", "q4_K", ... */
+    char type[16]; /* "f32", "q8_0", "q4_K", ... */
     int32_t n_dims;
-    int32_t split_index;  /* part that holds it */
-    int64_t ne[4];        /* elements per axis, fastest first */
+    int32_t split_index; /* part that holds it */
+    int64_t ne[4];       /* elements per axis, fastest first */
     uint64_t n_bytes;
 } dflash_gguf_tensor;
 
@@ -206,11 +206,11 @@ DFLASH_API void dflash_target_options_init(dflash_target_options * options);
 typedef struct dflash_target_info {
     char architecture[32];
     char name[128];
-    char digest[40];       /* identifies the content of the file */
+    char digest[40]; /* identifies the content of the file */
     char device[64];
-    int32_t n_layer;       /* without multi-token-prediction blocks */
+    int32_t n_layer; /* without multi-token-prediction blocks */
     int32_t n_layer_nextn;
-    int32_t layer_begin;   /* loaded range */
+    int32_t layer_begin; /* loaded range */
     int32_t layer_end;
     int32_t n_embd;
     int32_t n_vocab;
@@ -218,7 +218,7 @@ typedef struct dflash_target_info {
     int32_t n_head_kv;
     int32_t head_dim;
     int32_t n_ff;
-    int32_t n_ctx_train;   /* 0: the file does not say */
+    int32_t n_ctx_train; /* 0: the file does not say */
     int32_t ssm_d_conv;
     int32_t ssm_d_state;
     int32_t ssm_n_group;
@@ -255,19 +255,19 @@ DFLASH_API dflash_status dflash_target_model_default_capture(const dflash_target
 
 typedef struct dflash_target_cache_options {
     uint32_t struct_size;
-    int32_t max_verify;        /* most rows of one verify forward */
-    int64_t capacity;          /* most tokens */
-    const char * k_type;       /* f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0; NULL: f16 */
+    int32_t max_verify;  /* most rows of one verify forward */
+    int64_t capacity;    /* most tokens */
+    const char * k_type; /* f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0; NULL: f16 */
     const char * v_type;
     const int32_t * capture_layers; /* layer outputs kept as features; copied */
     int64_t n_capture_layers;
     int64_t feature_capacity;  /* rows of the feature ring; 0: capacity up to the next 256, at most 4096 */
     const char * feature_type; /* f32 f16 bf16; NULL: f32 */
     int32_t layer_begin;
-    int32_t layer_end;         /* negative: last loaded layer */
+    int32_t layer_end; /* negative: last loaded layer */
     int32_t prefill_only;
-    int32_t keep_states;       /* verify keeps the recurrent state after every row */
-    int64_t fa_window;         /* full-attention layers see the last fa_window keys; 0: all */
+    int32_t keep_states; /* verify keeps the recurrent state after every row */
+    int64_t fa_window;   /* full-attention layers see the last fa_window keys; 0: all */
 } dflash_target_cache_options;
 
 DFLASH_API void dflash_target_cache_options_init(dflash_target_cache_options * options);
@@ -279,9 +279,9 @@ typedef struct dflash_target_cache_plan {
     uint64_t conv_bytes;
     uint64_t feature_bytes;
     uint64_t rotation_bytes;
-    uint64_t rollback_bytes;    /* allocated by the first state snapshot */
+    uint64_t rollback_bytes; /* allocated by the first state snapshot */
     uint64_t total_bytes;
-    int64_t physical_capacity;  /* rows of K and V, a multiple of 256 */
+    int64_t physical_capacity; /* rows of K and V, a multiple of 256 */
 } dflash_target_cache_plan;
 
 /* Exact bytes of a cache with these options, without making it. Any thread. */
@@ -294,17 +294,17 @@ DFLASH_API dflash_status dflash_target_cache_new(dflash_target_cache ** out, con
 DFLASH_API void dflash_target_cache_free(dflash_target_cache * cache);
 
 typedef struct dflash_target_cache_state {
-    int64_t position;           /* committed tokens */
+    int64_t position; /* committed tokens */
     int64_t capacity;
-    int64_t feature_begin;      /* positions whose features can be read: [feature_begin, feature_end) */
+    int64_t feature_begin; /* positions whose features can be read: [feature_begin, feature_end) */
     int64_t feature_end;
     int32_t n_taps;
     int32_t max_verify;
     int32_t can_verify;
-    int32_t poisoned;           /* 1: a device error left the state unknown; reset it */
+    int32_t poisoned; /* 1: a device error left the state unknown; reset it */
     int64_t physical_capacity;
-    uint64_t graph_bytes;       /* working memory of its graphs */
-    uint64_t memory_bytes;      /* of the cache itself */
+    uint64_t graph_bytes;  /* working memory of its graphs */
+    uint64_t memory_bytes; /* of the cache itself */
 } dflash_target_cache_state;
 
 DFLASH_API dflash_status dflash_target_cache_state_get(dflash_target_cache * cache, dflash_target_cache_state * out,
@@ -318,12 +318,12 @@ DFLASH_API dflash_status dflash_target_cache_migrate(dflash_target_cache * cache
 
 typedef struct dflash_forward_options {
     uint32_t struct_size;
-    int32_t chunk;               /* most rows of one pass; 0: 512 */
-    int32_t layer_begin;         /* sub-range of layers; negative: all. Below the last layer the position stays. */
+    int32_t chunk;       /* most rows of one pass; 0: 512 */
+    int32_t layer_begin; /* sub-range of layers; negative: all. Below the last layer the position stays. */
     int32_t layer_end;
-    const int64_t * logit_rows;  /* rows whose logits are wanted, strictly increasing */
+    const int64_t * logit_rows; /* rows whose logits are wanted, strictly increasing */
     int64_t n_logit_rows;
-    float * logits;              /* out: float32 [n_logit_rows, n_vocab] */
+    float * logits;                /* out: float32 [n_logit_rows, n_vocab] */
     const int32_t * hidden_layers; /* layers whose outputs are wanted, strictly increasing */
     int64_t n_hidden_layers;
     float * hidden;              /* out: float32 [n_hidden_layers, n, n_embd] */
@@ -374,7 +374,7 @@ DFLASH_API dflash_status dflash_target_cache_restore_state(dflash_target_cache *
 /* ---- Drafter ------------------------------------------------------------------------------------------- since: 1 */
 
 typedef struct dflash_draft_info {
-    char form[16];             /* "huggingface", "llama.cpp" or "lucebox" */
+    char form[16]; /* "huggingface", "llama.cpp" or "lucebox" */
     char digest[256];
     char device[64];
     int32_t n_layer;
@@ -383,12 +383,12 @@ typedef struct dflash_draft_info {
     int32_t n_head;
     int32_t n_head_kv;
     int32_t head_dim;
-    int32_t block_size;        /* anchor and proposals */
+    int32_t block_size; /* anchor and proposals */
     int32_t n_proposals;
     int32_t mask_token_id;
     int32_t n_taps;
     int32_t target_layer_ids[64]; /* outputs of these layers are the features */
-    int32_t windows[64];       /* of the first 64 layers; 0: the whole context */
+    int32_t windows[64];          /* of the first 64 layers; 0: the whole context */
     int32_t causal[64];
     int32_t sample_from_anchor;
     int32_t has_own_head;
@@ -414,10 +414,10 @@ DFLASH_API dflash_status dflash_draft_model_info(const dflash_draft_model * mode
 
 typedef struct dflash_draft_context_options {
     uint32_t struct_size;
-    int32_t slack;             /* extra rows of sliding layers */
-    const char * k_type;       /* f32 f16 q8_0; NULL: f16 */
+    int32_t slack;       /* extra rows of sliding layers */
+    const char * k_type; /* f32 f16 q8_0; NULL: f16 */
     const char * v_type;
-    int64_t full_rows;         /* context rows that full-attention layers keep */
+    int64_t full_rows; /* context rows that full-attention layers keep */
 } dflash_draft_context_options;
 
 DFLASH_API void dflash_draft_context_options_init(dflash_draft_context_options * options);
@@ -427,7 +427,7 @@ DFLASH_API dflash_status dflash_draft_context_new(dflash_draft_context ** out, c
 DFLASH_API void dflash_draft_context_free(dflash_draft_context * context);
 
 typedef struct dflash_draft_context_state {
-    int64_t begin;             /* context rows [begin, cursor) are there */
+    int64_t begin; /* context rows [begin, cursor) are there */
     int64_t cursor;
     uint64_t memory_bytes;
     uint64_t graph_bytes;
@@ -462,12 +462,12 @@ DFLASH_API dflash_status dflash_draft_context_read(dflash_draft_context * contex
 
 typedef struct dflash_draft_feature_mirror_options {
     uint32_t struct_size;
-    int32_t n_target_layers;   /* captured layers */
-    int32_t hidden_size;       /* values of one layer's slice */
-    int32_t n_threads;         /* CPU threads of its device; 0: one per hardware thread, up to 16 */
-    const char * device;       /* NULL: "cpu" */
-    const char * type;         /* f32 f16 bf16 q8_0 q4_0; NULL: f32 */
-    int64_t capacity;          /* rows */
+    int32_t n_target_layers;          /* captured layers */
+    int32_t hidden_size;              /* values of one layer's slice */
+    int32_t n_threads;                /* CPU threads of its device; 0: one per hardware thread, up to 16 */
+    const char * device;              /* NULL: "cpu" */
+    const char * type;                /* f32 f16 bf16 q8_0 q4_0; NULL: f32 */
+    int64_t capacity;                 /* rows */
     const dflash_draft_model * draft; /* where not NULL: device and geometry are this drafter's, the fields above
                                          but type and capacity are ignored */
 } dflash_draft_feature_mirror_options;
@@ -481,12 +481,12 @@ DFLASH_API dflash_status dflash_draft_feature_mirror_new(dflash_draft_feature_mi
 DFLASH_API void dflash_draft_feature_mirror_free(dflash_draft_feature_mirror * mirror);
 
 typedef struct dflash_draft_feature_mirror_state {
-    int64_t begin;             /* newest unbroken run of positions held: [begin, end) */
+    int64_t begin; /* newest unbroken run of positions held: [begin, end) */
     int64_t end;
     int64_t capacity;
     int32_t n_target_layers;
     int32_t hidden_size;
-    uint64_t n_bytes;          /* of the ring */
+    uint64_t n_bytes; /* of the ring */
     uint64_t staging_bytes;
     char type[16];
     char device[64];
@@ -507,39 +507,38 @@ DFLASH_API dflash_status dflash_draft_feature_mirror_sync_tail(dflash_draft_feat
 /* One captured layer's slice from host floats [n_tokens, hidden_size]. */
 DFLASH_API dflash_status dflash_draft_feature_mirror_write_slice(dflash_draft_feature_mirror * mirror,
                                                                  int32_t capture_idx, int64_t start_pos,
-                                                                 int64_t n_tokens, const float * host,
-                                                                 int64_t n_values, int64_t * rows, dflash_error * err);
+                                                                 int64_t n_tokens, const float * host, int64_t n_values,
+                                                                 int64_t * rows, dflash_error * err);
 /* Whole rows to and from host floats [n_tokens, n_target_layers * hidden_size]. */
-DFLASH_API dflash_status dflash_draft_feature_mirror_write_rows(dflash_draft_feature_mirror * mirror,
-                                                                int64_t start_pos, int64_t n_tokens,
-                                                                const float * host, int64_t n_values, int64_t * rows,
-                                                                dflash_error * err);
-DFLASH_API dflash_status dflash_draft_feature_mirror_read_rows(dflash_draft_feature_mirror * mirror,
-                                                               int64_t start_pos, int64_t n_tokens, float * out,
-                                                               int64_t n_values, int64_t * rows, dflash_error * err);
+DFLASH_API dflash_status dflash_draft_feature_mirror_write_rows(dflash_draft_feature_mirror * mirror, int64_t start_pos,
+                                                                int64_t n_tokens, const float * host, int64_t n_values,
+                                                                int64_t * rows, dflash_error * err);
+DFLASH_API dflash_status dflash_draft_feature_mirror_read_rows(dflash_draft_feature_mirror * mirror, int64_t start_pos,
+                                                               int64_t n_tokens, float * out, int64_t n_values,
+                                                               int64_t * rows, dflash_error * err);
 DFLASH_API dflash_status dflash_draft_feature_mirror_clear(dflash_draft_feature_mirror * mirror, dflash_error * err);
 
 /* ---- Decoder ------------------------------------------------------------------------------------------- since: 1 */
 
 typedef struct dflash_sampling_options {
     uint32_t struct_size;
-    float temperature;         /* 0: greedy */
-    int32_t top_k;             /* 0: off */
-    float top_p;               /* 1: off */
-    float min_p;               /* 0: off */
-    float typical_p;           /* 1: off */
-    float repeat_penalty;      /* 1: off */
+    float temperature;    /* 0: greedy */
+    int32_t top_k;        /* 0: off */
+    float top_p;          /* 1: off */
+    float min_p;          /* 0: off */
+    float typical_p;      /* 1: off */
+    float repeat_penalty; /* 1: off */
     float presence_penalty;
     float frequency_penalty;
-    int32_t penalty_last_n;    /* -1: the whole context */
+    int32_t penalty_last_n; /* -1: the whole context */
     uint64_t seed;
-    const int32_t * bias_ids;  /* added to the logits; -INFINITY forbids */
+    const int32_t * bias_ids; /* added to the logits; -INFINITY forbids */
     const float * bias_values;
     int64_t n_bias;
-    int32_t ignore_eos;        /* 1: stop ids are forbidden and end nothing */
-    int32_t logprobs;          /* 1: log-probability of each token */
-    int32_t n_logprobs;        /* likeliest tokens reported besides, 0 to 20 */
-    const int32_t * stop_ids;  /* ids that end the request; NULL: the model's */
+    int32_t ignore_eos;       /* 1: stop ids are forbidden and end nothing */
+    int32_t logprobs;         /* 1: log-probability of each token */
+    int32_t n_logprobs;       /* likeliest tokens reported besides, 0 to 20 */
+    const int32_t * stop_ids; /* ids that end the request; NULL: the model's */
     int64_t n_stop_ids;
 } dflash_sampling_options;
 
@@ -547,7 +546,7 @@ DFLASH_API void dflash_sampling_options_init(dflash_sampling_options * options);
 
 typedef struct dflash_decoder_options {
     uint32_t struct_size;
-    int32_t prefill_chunk;     /* 0: 512 */
+    int32_t prefill_chunk;                   /* 0: 512 */
     int32_t autoregressive_on_draft_failure; /* 0: a failure of the drafter is an error */
 } dflash_decoder_options;
 
@@ -556,29 +555,29 @@ DFLASH_API void dflash_decoder_options_init(dflash_decoder_options * options);
 /* Why a step ended early. */
 typedef enum dflash_stop_reason {
     DFLASH_STOP_NONE = 0,
-    DFLASH_STOP_TOKEN = 1,     /* the last token is a stop id */
-    DFLASH_STOP_BUDGET = 2     /* as many tokens as were allowed */
+    DFLASH_STOP_TOKEN = 1, /* the last token is a stop id */
+    DFLASH_STOP_BUDGET = 2 /* as many tokens as were allowed */
 } dflash_stop_reason;
 
 typedef struct dflash_step_result {
-    int32_t n_tokens;          /* emitted by this call */
+    int32_t n_tokens; /* emitted by this call */
     int32_t tokens[64];
-    float logprobs[64];        /* NaN unless asked for */
-    int32_t n_proposed;        /* proposals that were verified */
+    float logprobs[64]; /* NaN unless asked for */
+    int32_t n_proposed; /* proposals that were verified */
     int32_t n_accepted;
-    int32_t width;             /* rows of the target forward */
-    int32_t reason;            /* dflash_stop_reason */
+    int32_t width;  /* rows of the target forward */
+    int32_t reason; /* dflash_stop_reason */
     double draft_ms;
     double verify_ms;
     double accept_ms;
-    double commit_ms;          /* of the step before, which this call committed */
+    double commit_ms; /* of the step before, which this call committed */
     double append_ms;
 } dflash_step_result;
 
 typedef struct dflash_decoder_state {
-    int64_t position;          /* tokens in the cache once the last step is committed */
-    int64_t room;              /* tokens that still fit */
-    int64_t prompt_tokens;     /* counts since begin */
+    int64_t position;      /* tokens in the cache once the last step is committed */
+    int64_t room;          /* tokens that still fit */
+    int64_t prompt_tokens; /* counts since begin */
     int64_t emitted;
     int64_t steps;
     int64_t draft_steps;
@@ -592,9 +591,9 @@ typedef struct dflash_decoder_state {
     double accept_ms;
     double commit_ms;
     double append_ms;
-    int32_t has_drafter;       /* 0 also after the drafter failed */
+    int32_t has_drafter; /* 0 also after the drafter failed */
     int32_t max_width;
-    char draft_disabled[256];  /* why it is off; empty while it works */
+    char draft_disabled[256]; /* why it is off; empty while it works */
 } dflash_decoder_state;
 
 /* The token loop over one cache. context may be NULL; with the drafter on another device than the cache, mirror carries

@@ -64,14 +64,12 @@ class TargetCache {
     PositionRange feature_range() const;
 
     // Indexed by layer; null for layers of the other kind or outside the range.
-    ggml_tensor * attn_k(int32_t layer) const {
-        return attn_k_[static_cast<size_t>(layer)];
-    } // [head_dim * n_head_kv, physical_capacity]
-    ggml_tensor * attn_v(int32_t layer) const { return attn_v_[static_cast<size_t>(layer)]; }       // same
-    ggml_tensor * ssm_state(int32_t layer) const { return ssm_state_[static_cast<size_t>(layer)]; } // f32 [S, S, Hv]
-    ggml_tensor * conv_state(int32_t layer) const {
-        return conv_state_[static_cast<size_t>(layer)];
-    }                                                          // f32 [C, d_conv - 1]
+    // K and V: [head_dim * n_head_kv, physical_capacity]; recurrent state: f32 [S, S, Hv]; convolution: f32 [C, d_conv
+    // - 1].
+    ggml_tensor * attn_k(int32_t layer) const { return attn_k_[static_cast<size_t>(layer)]; }
+    ggml_tensor * attn_v(int32_t layer) const { return attn_v_[static_cast<size_t>(layer)]; }
+    ggml_tensor * ssm_state(int32_t layer) const { return ssm_state_[static_cast<size_t>(layer)]; }
+    ggml_tensor * conv_state(int32_t layer) const { return conv_state_[static_cast<size_t>(layer)]; }
     ggml_tensor * target_feat() const { return target_feat_; } // [n_taps * n_embd, feature_capacity] or null
     int64_t feature_capacity() const { return target_feat_ != nullptr ? target_feat_->ne[1] : 0; }
     int32_t n_taps() const { return static_cast<int32_t>(options_.capture_layers.size()); }

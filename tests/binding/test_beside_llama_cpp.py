@@ -17,7 +17,8 @@ def ours():
 
 def theirs(server):
     body = json.dumps(dict(prompt=[200, 201, 202, 203], n_predict=24, temperature=0.0, return_tokens=True)).encode()
-    request = urllib.request.Request(server.listening_address + "/completion", body, {{"Content-Type": "application/json"}})
+    url, headers = server.listening_address + "/completion", {{"Content-Type": "application/json"}}
+    request = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.loads(answer.read())["tokens"]
 
@@ -39,7 +40,11 @@ print("both", len(first) + len(before))
 def test_both_generate_in_one_process(imports: str) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp's prebuilt wheel is not installed")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(imports=imports)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", PROGRAM.format(imports=imports)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "both 48" in done.stdout

@@ -81,7 +81,7 @@ def test_every_missing_misshapen_or_unknown_tensor_is_named(
         ("dflash.hidden_activation", "gelu", pydflash.UnsupportedModelError, "gelu"),
     ],
 )
-def test_wrong_keys_are_named(  # noqa: PLR0913
+def test_wrong_keys_are_named(
     f32_path: Path_, f32_target: Target, tmp_path: Path, key: str, value: object, error: type[Exception], words: str
 ) -> None:
     path = edit_gguf(f32_path("d-part"), tmp_path / "wrong.gguf", {key: value})

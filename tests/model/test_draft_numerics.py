@@ -69,7 +69,9 @@ def upcast_folder(source: Path, out: Path) -> Path:
         tensors = load_file(source / "model.safetensors")
     except (KeyError, TypeError, AttributeError):
         tensors = load_bf16(source / "model.safetensors")
-    save_file({name: np.ascontiguousarray(t, dtype=np.float32) for name, t in tensors.items()}, out / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(t, dtype=np.float32) for name, t in tensors.items()}, out / "model.safetensors"
+    )
     return out
 
 
@@ -118,7 +120,15 @@ def test_three_file_forms_are_one_drafter(f32_target: Target, tmp_path: Path) ->
                 configs.append(drafter.config)
         for got, config in zip(logits[1:], configs[1:], strict=True):
             np.testing.assert_allclose(got, logits[0], atol=1e-5)
-            for field in ("target_layer_ids", "windows", "block_size", "mask_token_id", "n_layer", "head_dim", "n_head_kv"):
+            for field in (
+                "target_layer_ids",
+                "windows",
+                "block_size",
+                "mask_token_id",
+                "n_layer",
+                "head_dim",
+                "n_head_kv",
+            ):
                 assert getattr(config, field) == getattr(configs[0], field), field
 
 

@@ -138,7 +138,10 @@ def test_a_drafter_that_does_not_help_is_reported(
     if state == "help":
         assert stats.accepted == 0 < stats.proposed
         assert f"none of {stats.proposed} proposals was accepted in 80 tokens" in stats.drafter
-        assert "the drafter does not help" in caplog.text
+        assert caplog.text.count("the drafter does not help") == 1
+        with caplog.at_level(logging.WARNING, "pydflash"):
+            assert engine.generate([1, 2, 3], options).stats.drafter == stats.drafter
+        assert caplog.text.count("the drafter does not help") == 1
     else:
         assert stats.drafter == state
         assert caplog.text == ""

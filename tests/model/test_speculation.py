@@ -21,7 +21,12 @@ def decoder_of(
 ) -> Iterator[pydflash.Decoder]:
     capture = drafter.config.target_layer_ids if drafter is not None else ()
     with pydflash.TargetCache(
-        target, capacity=capacity, k_type=kv, v_type=kv, capture_layers=capture, max_verify=16  # type: ignore[arg-type]
+        target,
+        capacity=capacity,
+        k_type=kv,
+        v_type=kv,
+        capture_layers=capture,
+        max_verify=16,  # type: ignore[arg-type]
     ) as cache:
         if drafter is None:
             with pydflash.Decoder(cache) as decoder:
@@ -125,7 +130,9 @@ def test_acceptance_counts_equal_the_golden(f32_target: Target, f32_drafter: Dra
 
 
 @pytest.mark.parametrize("schedule", [[8, 1, 8, 1, 4], [1, 1, 8], [2, 1, 1, 1, 3, 8], [1] * 40 + [8]])
-def test_width_schedules_with_plain_steps_between(f32_target: Target, f32_drafter: Drafter, schedule: list[int]) -> None:
+def test_width_schedules_with_plain_steps_between(
+    f32_target: Target, f32_drafter: Drafter, schedule: list[int]
+) -> None:
     with decoder_of(f32_target("nano"), f32_drafter("d-part")) as decoder:
         for case in step_golden("d-part")["cases"]:
             tokens, _ = run(decoder, case["prompt"], len(case["greedy"]), schedule)
@@ -135,16 +142,16 @@ def test_width_schedules_with_plain_steps_between(f32_target: Target, f32_drafte
 SAMPLED = [
     SamplingOptions(temperature=1.0, seed=11),
     SamplingOptions(temperature=0.7, top_k=20, top_p=0.9, seed=12),
-    SamplingOptions(temperature=1.3, min_p=0.05, seed=13, repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingOptions(
+        temperature=1.3, min_p=0.05, seed=13, repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+    ),
     SamplingOptions(temperature=1.0, typical_p=0.8, seed=14, logit_bias={5: 2.0, 9: float("-inf")}),
 ]
 
 
 @pytest.mark.parametrize("options", SAMPLED)
 @pytest.mark.parametrize("name", ["d-part", "d-rand"])
-def test_same_seed_same_text(
-    f32_target: Target, f32_drafter: Drafter, options: SamplingOptions, name: str
-) -> None:
+def test_same_seed_same_text(f32_target: Target, f32_drafter: Drafter, options: SamplingOptions, name: str) -> None:
     """With and without a drafter, good or bad, at every width."""
     cases = step_golden("d-part")["cases"]
     with decoder_of(f32_target("nano"), None) as alone, decoder_of(f32_target("nano"), f32_drafter(name)) as drafted:
@@ -246,7 +253,10 @@ def test_a_second_prompt_behind_the_first(f32_target: Target, f32_drafter: Draft
 def test_logprobs_equal_plain_decoding(f32_target: Target, f32_drafter: Drafter) -> None:
     case = step_golden("d-part")["cases"][0]
     options = SamplingOptions(temperature=0.0, seed=1, logprobs=3)
-    with decoder_of(f32_target("nano"), None) as alone, decoder_of(f32_target("nano"), f32_drafter("d-part")) as drafted:
+    with (
+        decoder_of(f32_target("nano"), None) as alone,
+        decoder_of(f32_target("nano"), f32_drafter("d-part")) as drafted,
+    ):
         plain = [lp for step in run(alone, case["prompt"], 40, 1, options)[1] for lp in step.logprobs or ()]
         steps = run(drafted, case["prompt"], 40, 8, options)[1]
         got = [lp for step in steps for lp in step.logprobs or ()]

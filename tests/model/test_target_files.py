@@ -52,7 +52,7 @@ def test_weight_scales(f32_path: Path_, tmp_path: Path, suffix: str) -> None:
         for name in list(table):
             data, kind = table[name]
             base = name.removesuffix(".weight")
-            if data.ndim == 2 and base not in ("token_embd",) and "conv1d" not in base:
+            if data.ndim == 2 and base != "token_embd" and "conv1d" not in base:
                 table[name] = (data / np.float32(2), kind)
                 table[base + suffix] = (np.array([2.0], np.float32), F32)
 
@@ -116,7 +116,12 @@ def test_several_end_tokens(f32_path: Path_, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "words"),
-    [("qwen3next", "Qwen3-Next"), ("qwen4exp", "Flash-Next"), ("llama", "llama is not supported"), ("dflash", "drafter")],
+    [
+        ("qwen3next", "Qwen3-Next"),
+        ("qwen4exp", "Flash-Next"),
+        ("llama", "llama is not supported"),
+        ("dflash", "drafter"),
+    ],
 )
 def test_other_architectures_are_named(f32_path: Path_, tmp_path: Path, architecture: str, words: str) -> None:
     path = edit_gguf(f32_path("nano"), tmp_path / "other.gguf", architecture=architecture)

@@ -14,7 +14,9 @@ Target = Callable[[str], pydflash.TargetModel]
 PRESETS = ["nano", "micro", "dense", "hd256", "equalkv", "moe"]
 
 
-def logits_of(model: pydflash.TargetModel, ids: np.ndarray, chunk: int, k_type: str = "f32", v_type: str = "f32") -> np.ndarray:
+def logits_of(
+    model: pydflash.TargetModel, ids: np.ndarray, chunk: int, k_type: str = "f32", v_type: str = "f32"
+) -> np.ndarray:
     with pydflash.TargetCache(model, capacity=256, k_type=k_type, v_type=v_type) as cache:
         return cache.forward(ids, logits="all", chunk=chunk).logits
 
@@ -82,7 +84,6 @@ def test_quantised_files_agree_with_llama_cpp(
             logprobs = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
             found = golden.logprobs.compare(logprobs.astype(np.float32), row)
             worst, equal, total = max(worst, found.max_abs_diff), equal + found.argmax_equal, total + found.positions
-    print(f"{name} {quant}: worst difference {worst:.3f}, argmax {equal}/{total}")
     assert worst <= limit
     assert equal >= equal_share * total
 
