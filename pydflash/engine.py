@@ -117,6 +117,7 @@ class Engine:
         self._running = threading.Lock()
         self._cancelled = threading.Event()
         self._resources = resources.pop_all()
+        self._drafter_helps = True
         self._runner: int | None = None  # thread inside the running request
         self._streams: weakref.WeakSet[Generator[StreamEvent]] = weakref.WeakSet()
         self._closed = False
@@ -379,10 +380,20 @@ class Engine:
             for event in request.run():
                 if event.stats is not None:
                     self._stats = event.stats
+                    self._report_drafter(event.stats.drafter)
                 yield event
         finally:
             self._runner = None
             self._running.release()
+
+    def _report_drafter(self, state: str) -> None:
+        """Warn when a drafter begins to be of no help; the stats say so for every request."""
+        if state == "on":
+            self._drafter_helps = True
+        elif state != "off":
+            level = logging.WARNING if self._drafter_helps else logging.DEBUG
+            log.log(level, "the drafter does not help: %s", state)
+            self._drafter_helps = False
 
     def _keep_prefix(self, ids: tuple[int, ...]) -> int:
         """Make the decoder hold the first n tokens of a prompt and nothing else; n. The only place that decides so."""

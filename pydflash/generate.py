@@ -13,7 +13,6 @@ of earlier steps cannot be taken back, so in that case the decoder keeps what th
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +32,6 @@ from pydflash.results import (
 )
 from pydflash.text import StopMatcher, Tokenizer, Utf8Stream
 from pydflash.width_policy import WidthPolicy
-
-log = logging.getLogger(__name__)
 
 # A request shorter than this says little about a drafter.
 _ENOUGH_TOKENS = 64
@@ -245,20 +242,17 @@ class Request:
         )
 
     def _drafter_state(self) -> str:
-        """ "on", "off", or why the drafter does not help; in the last case it is logged too."""
+        """ "on", "off", or why the drafter does not help."""
         if self.policy is None or self.options.width == 1:
             return "off"
         stats = self.decoder.stats
         if stats.draft_disabled:
-            problem = f"failed: {stats.draft_disabled}"
-        elif stats.emitted >= _ENOUGH_TOKENS and stats.proposed == 0:
-            problem = f"no proposal was verified in {stats.emitted} tokens; plain decoding is faster"
-        elif stats.emitted >= _ENOUGH_TOKENS and stats.accepted == 0:
-            problem = f"none of {stats.proposed} proposals was accepted in {stats.emitted} tokens"
-        else:
-            return "on"
-        log.warning("the drafter does not help: %s", problem)
-        return problem
+            return f"failed: {stats.draft_disabled}"
+        if stats.emitted >= _ENOUGH_TOKENS and stats.proposed == 0:
+            return f"no proposal was verified in {stats.emitted} tokens; plain decoding is faster"
+        if stats.emitted >= _ENOUGH_TOKENS and stats.accepted == 0:
+            return f"none of {stats.proposed} proposals was accepted in {stats.emitted} tokens"
+        return "on"
 
 
 def _logprobs(result: StepResult, i: int) -> TokenLogprobs | None:

@@ -37,7 +37,7 @@ class Row:
         test: "prefill", "decode", or the kind of prompts with the temperature.
         mode: "-", "autoregressive" or "speculative".
         rates: tokens per second of each repeat.
-        ratio: of the median to that of the row it is compared with, named by ``ratio_to``.
+        ratio: median over the turns of the ratio to the row it is compared with, named by ``ratio_to``.
         mean_accepted_length: tokens a step, over all prompts and repeats.
         widths: steps by width.
     """
@@ -56,7 +56,9 @@ class Row:
         return median(self.rates)
 
     def compare(self, other: Row, name: str) -> None:
-        self.ratio, self.ratio_to = self.tokens_per_second / other.tokens_per_second, name
+        """Note how much faster this is than another row. Runs of one turn are compared, so that load matters less."""
+        self.ratio = median(ours / theirs for ours, theirs in zip(self.rates, other.rates, strict=True))
+        self.ratio_to = name
 
     def to_dict(self) -> dict[str, object]:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
@@ -180,8 +182,8 @@ class _Bench:
         their_prefill, their_decode = Row("llama.cpp", "prefill", "-"), Row("llama.cpp", "decode", "autoregressive")
         for repeat in range(-1, self.repeats):
             read = self._generate(ids, 1, width=1).stats
-            written = self._generate(short, self.max_tokens, width=1).stats
             theirs = None if self.peer is None else self.peer.complete(ids, 1)
+            written = self._generate(short, self.max_tokens, width=1).stats
             their_text = None if self.peer is None else self.peer.complete(short, self.max_tokens)
             if repeat < 0:
                 continue

@@ -74,7 +74,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 
 def test_medians_and_ratios() -> None:
-    ours, theirs = Row("pydflash", "decode", "-", [5.0, 100.0, 6.0]), Row("llama.cpp", "decode", "-", [3.0])
+    ours, theirs = Row("pydflash", "decode", "-", [5.0, 100.0, 6.0]), Row("llama.cpp", "decode", "-", [4.0, 50.0, 1.0])
     ours.compare(theirs, "llama.cpp")
     assert ours.tokens_per_second == 6.0
     assert (ours.ratio, ours.ratio_to) == (2.0, "llama.cpp")
