@@ -10,6 +10,7 @@ from typing import Final, Self
 from pydflash import builtin
 from pydflash._ffi import NULL, c_text, check, ffi, lib, text_of
 from pydflash._handle import NativeHandle, use
+from pydflash.options import DraftWeights, as_choice
 from pydflash.target_model import TargetModel
 
 
@@ -74,14 +75,17 @@ class DraftModel(NativeHandle):
     whose embedding table, and often output head, it uses. Memory: ``config.weight_bytes``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], target: TargetModel, device: str | None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], target: TargetModel, device: str | None, weights: DraftWeights
+    ) -> None:
         self._path = Path(path)
         self._target = target
         name = c_text("path", path)
         on = c_text("device", device) if device is not None else NULL
+        stored = c_text("weights", as_choice("weights", weights, DraftWeights))
         out = ffi.new("dflash_draft_model **")
         with use(target) as (target_ptr, err):
-            check(lib.dflash_draft_model_open(out, name, on, target_ptr, err), err, "draft_model_open")
+            check(lib.dflash_draft_model_open(out, name, on, stored, target_ptr, err), err, "draft_model_open")
         self._adopt(out[0], lib.dflash_draft_model_free, target)
         info = ffi.new("dflash_draft_info *")
         with self._use() as (ptr, err):
@@ -100,7 +104,14 @@ class DraftModel(NativeHandle):
         )
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str] | None, target: TargetModel, device: str | None = None) -> Self:
+    def open(
+        cls,
+        path: str | os.PathLike[str] | None,
+        target: TargetModel,
+        device: str | None = None,
+        *,
+        weights: DraftWeights = "file",
+    ) -> Self:
         """Load a drafter for a target.
 
         Args:
@@ -108,6 +119,7 @@ class DraftModel(NativeHandle):
                 which belongs to the built-in target.
             target: the model it drafts for.
             device: where its weights go; None: where the target's are.
+            weights: "file" keeps the matrices as they are; another type stores those that are not quantised as that.
 
         Raises:
             NotFoundError: no such file or device.
@@ -115,7 +127,7 @@ class DraftModel(NativeHandle):
             SnapshotMismatchError: it was made for another target.
             OutOfMemoryError: the weights do not fit.
         """
-        return cls(builtin.draft_path() if path is None else path, target, device)
+        return cls(builtin.draft_path() if path is None else path, target, device, weights)
 
     def _facts(self) -> str:
         c = self._config

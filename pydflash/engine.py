@@ -161,7 +161,10 @@ class Engine:
             if draft == "auto":
                 draft = _builtin_drafter_of(target)
             if draft is not None and not isinstance(draft, DraftModel):
-                draft = resources.enter_context(DraftModel.open(draft, target, options.draft_device))
+                weights = options.draft_weights
+                if weights == "auto":
+                    weights = "q8_0" if (options.draft_device or target.device).upper() == "CPU" else "file"
+                draft = resources.enter_context(DraftModel.open(draft, target, options.draft_device, weights=weights))
             return cls(target, draft, options, resources)
 
     def __repr__(self) -> str:

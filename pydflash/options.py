@@ -23,6 +23,8 @@ FeatureType: TypeAlias = Literal["f32", "f16", "bf16"]
 """How a target cache stores captured features."""
 MirrorType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """How a feature mirror stores its rows."""
+DraftWeights: TypeAlias = Literal["file", "f32", "f16", "bf16", "q8_0"]
+"""How a drafter's float matrices are stored; "file": as they are."""
 DraftFailure: TypeAlias = Literal["error", "autoregressive"]
 """What a failure of the drafter does: it is raised, or decoding goes on without the drafter and says so."""
 EmbeddingPlace: TypeAlias = Literal["device", "host"]
@@ -239,7 +241,9 @@ class EngineOptions:
         feature_capacity: rows of the target's feature ring; 0: n_ctx rounded up to 256, at most 4,096.
         feature_type: storage of the target's features.
         mirror_type: storage of the mirror of a drafter on another device.
-        cache_prompt: True keeps the tokens of a request, so that a next one that begins alike evaluates the rest only.
+        draft_weights: how the drafter's matrices are stored: "file" as they are, or a type. "auto" is q8_0 on a CPU,
+            where drafting is arithmetic and 8-bit products are fastest, and "file" elsewhere. Matrices that are
+            quantised in the file stay as they are.
     """
 
     n_ctx: int = 4096
@@ -260,7 +264,7 @@ class EngineOptions:
     feature_capacity: int = 0
     feature_type: FeatureType = "f32"
     mirror_type: MirrorType = "f16"
-    cache_prompt: bool = True
+    draft_weights: Literal["auto"] | DraftWeights = "auto"
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -275,7 +279,8 @@ class EngineOptions:
             value = getattr(self, name)
             if not (isinstance(value, str) and value) and not (name == "draft_device" and value is None):
                 raise InvalidArgumentError(name, value, "the name of a device")
-        as_flag("cache_prompt", self.cache_prompt)
+        if self.draft_weights != "auto":
+            as_choice("draft_weights", self.draft_weights, DraftWeights)
 
 
 _ENGINE_CHOICES: Final[Mapping[str, object]] = {

@@ -404,10 +404,12 @@ typedef struct dflash_draft_info {
     uint64_t weight_bytes;
 } dflash_draft_info;
 
-/* path: a Hugging Face folder, a dflash GGUF or a Lucebox-dialect GGUF. device NULL: the target's. Read-only after
- * opening: any thread. */
+/* path: a Hugging Face folder, a dflash GGUF or a Lucebox-dialect GGUF. device NULL: the target's. weight_type: "f32",
+ * "f16", "bf16" or "q8_0" stores float matrices as that type; NULL or "file": as in the file. Read-only after opening:
+ * any thread. */
 DFLASH_API dflash_status dflash_draft_model_open(dflash_draft_model ** out, const char * path, const char * device,
-                                                 const dflash_target_model * target, dflash_error * err);
+                                                 const char * weight_type, const dflash_target_model * target,
+                                                 dflash_error * err);
 DFLASH_API void dflash_draft_model_free(dflash_draft_model * model);
 DFLASH_API dflash_status dflash_draft_model_info(const dflash_draft_model * model, dflash_draft_info * info,
                                                  dflash_error * err);

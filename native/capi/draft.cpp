@@ -7,7 +7,8 @@ using namespace dflash;
 using namespace dflash::capi;
 
 dflash_status dflash_draft_model_open(dflash_draft_model ** out, const char * path, const char * device,
-                                      const dflash_target_model * target, dflash_error * err) {
+                                      const char * weight_type, const dflash_target_model * target,
+                                      dflash_error * err) {
     return guard(err, [&] {
         output(out, "out");
         const std::string file = required(path, "path");
@@ -15,7 +16,7 @@ dflash_status dflash_draft_model_open(dflash_draft_model ** out, const char * pa
         const std::shared_ptr<Device> on =
             device == nullptr ? target_model->device() : Device::open(device, target_model->device()->n_threads());
         auto handle = std::make_shared<dflash_draft_model>();
-        handle->model = DraftModel::load(file, on, target_model);
+        handle->model = DraftModel::load(file, on, target_model, text_or(weight_type, "file"));
         publish(out, std::move(handle));
     });
 }

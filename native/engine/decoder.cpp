@@ -22,10 +22,6 @@ class Stopwatch {
     std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-/// Features of committed rows that the drafter has not read yet may wait this long: plain decoding then pays for one
-/// wide append instead of many narrow ones.
-constexpr int64_t append_backlog = 32;
-
 } // namespace
 
 Decoder::Decoder(TargetCache & cache, TargetForward & target, DraftContext * context, DraftForward * draft,
@@ -40,6 +36,10 @@ Decoder::Decoder(TargetCache & cache, TargetForward & target, DraftContext * con
               "the cache captures other layers than the drafter reads");
         check(mirror != nullptr || context->model().device() == cache.model().device(), Status::mismatch,
               "a drafter on another device needs a feature mirror");
+        backlog_ = std::max<int64_t>(1, cache.feature_capacity() - cache.options().max_verify);
+        if (mirror != nullptr) {
+            backlog_ = std::min(backlog_, mirror->capacity());
+        }
     }
 }
 
@@ -206,7 +206,7 @@ StepResult Decoder::step_alone(int64_t budget) {
     Stopwatch watch;
     StepResult result;
     result.width = 1;
-    if (has_drafter() && cache_.position() - context_->cursor() >= append_backlog) {
+    if (has_drafter() && cache_.position() - context_->cursor() >= backlog_) {
         try {
             append_features();
         } catch (const Error & error) {

@@ -107,6 +107,9 @@ class Decoder {
     std::vector<int32_t> stop_ids_;
     DecoderStats stats_;
     bool has_anchor_ = false;
+    /// While decoding plainly, features wait in the ring until the drafter is asked again or this many are there: a
+    /// drafter that does not pay then costs nothing.
+    int64_t backlog_ = 1;
     VerifyOutcome pending_;
     int64_t pending_rows_ = 0;
     double carried_commit_ms_ = 0; // of the previous step, reported with the one that pays for it

@@ -11,6 +11,8 @@
 namespace dflash {
 namespace {
 
+constexpr enum ggml_type weight_types[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0};
+
 std::string shape_text(const std::vector<int64_t> & ne) {
     std::string text = "[";
     for (size_t i = 0; i < ne.size(); ++i) {
@@ -33,8 +35,12 @@ std::vector<float> as_f32(const DraftSource::Tensor & t, int64_t n) {
 
 class DraftLoader {
   public:
-    DraftLoader(DraftSource source, std::shared_ptr<Device> device, std::shared_ptr<const TargetModel> target)
+    DraftLoader(DraftSource source, std::shared_ptr<Device> device, std::shared_ptr<const TargetModel> target,
+                const std::string & weight_type)
         : source_(std::move(source)), model_(new DraftModel) {
+        if (weight_type != "file") {
+            weight_type_ = type_from_name(weight_type, "weight_type", weight_types, std::size(weight_types));
+        }
         check(target != nullptr, Status::invalid, "a drafter needs its target model");
         check(target->has_output() && target->layer_begin() == 0 && target->layer_end() == target->config().n_layer,
               Status::invalid, "a drafter needs a target with all layers and the output head");
@@ -102,8 +108,17 @@ class DraftLoader {
     Linear linear(const std::string & base, int64_t n_in, int64_t n_out) {
         const DraftSource::Tensor & t = require(base + ".weight", {n_in, n_out});
         Linear l;
-        l.w = model_->weights_->add(t.type, base + ".weight", n_in, n_out);
-        mapped_.emplace_back(l.w, &t);
+        const bool convert = weight_type_ != GGML_TYPE_COUNT && weight_type_ != t.type && !ggml_is_quantized(t.type) &&
+                             n_in % ggml_blck_size(weight_type_) == 0;
+        l.w = model_->weights_->add(convert ? weight_type_ : t.type, base + ".weight", n_in, n_out);
+        if (convert) {
+            const std::vector<float> values = as_f32(t, n_in * n_out);
+            std::vector<uint8_t> bytes(ggml_row_size(weight_type_, n_in) * static_cast<size_t>(n_out));
+            ggml_quantize_chunk(weight_type_, values.data(), bytes.data(), 0, n_out, n_in, nullptr);
+            host_.emplace_back(l.w, std::move(bytes));
+        } else {
+            mapped_.emplace_back(l.w, &t);
+        }
         if (source_.find(base + ".scale") != nullptr) {
             l.scale = as_f32(require(base + ".scale", {1}), 1)[0];
         }
@@ -200,6 +215,7 @@ class DraftLoader {
 
     DraftSource source_;
     std::shared_ptr<DraftModel> model_;
+    enum ggml_type weight_type_ = GGML_TYPE_COUNT; // COUNT: as in the file
     std::set<std::string> used_;
     std::vector<std::pair<ggml_tensor *, std::vector<uint8_t>>> host_;
     std::vector<std::pair<ggml_tensor *, const DraftSource::Tensor *>> mapped_;
@@ -207,8 +223,9 @@ class DraftLoader {
 };
 
 std::shared_ptr<const DraftModel> DraftModel::load(const std::string & path, std::shared_ptr<Device> device,
-                                                   std::shared_ptr<const TargetModel> target) {
-    return DraftLoader(open_draft_source(path), std::move(device), std::move(target)).run();
+                                                   std::shared_ptr<const TargetModel> target,
+                                                   const std::string & weight_type) {
+    return DraftLoader(open_draft_source(path), std::move(device), std::move(target), weight_type).run();
 }
 
 std::shared_ptr<const DraftModel> load_draft_safetensors(const std::string & folder, std::shared_ptr<Device> device,

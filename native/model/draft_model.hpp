@@ -26,10 +26,13 @@ class DraftModel {
   public:
     /// path: a Hugging Face folder (config.json + *.safetensors), a `dflash` GGUF or a Lucebox-dialect GGUF.
     /// A drafter on another device than the target gets copies of the target's embedding and head there.
+    /// weight_type: "file" keeps matrices as they are; "f32", "f16", "bf16" and "q8_0" store float matrices as that
+    /// type (rows that its blocks do not divide stay as they are; matrices that are quantised in the file always do).
     /// Throws Status::not_found, Status::format, Status::unsupported (variant or unknown tensor, named),
     /// Status::mismatch (does not fit the target), Status::out_of_memory.
     static std::shared_ptr<const DraftModel> load(const std::string & path, std::shared_ptr<Device> device,
-                                                  std::shared_ptr<const TargetModel> target);
+                                                  std::shared_ptr<const TargetModel> target,
+                                                  const std::string & weight_type = "file");
 
     const DraftConfig & config() const { return config_; }
     const std::shared_ptr<Device> & device() const { return device_; }

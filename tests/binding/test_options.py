@@ -115,7 +115,7 @@ BAD_ENGINE: list[tuple[str, object]] = [
     ("feature_capacity", -1),
     ("feature_type", "q8_0"),
     ("mirror_type", "q5_0"),
-    ("cache_prompt", "yes"),
+    ("draft_weights", "q3"),
 ]
 
 

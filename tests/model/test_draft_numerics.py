@@ -143,6 +143,24 @@ def test_weight_types(f32_target: Target, tmp_path: Path, quant: str) -> None:
         assert np.isfinite(got.logits).all()
 
 
+@pytest.mark.parametrize("weights", ["f32", "f16", "bf16", "q8_0"])
+def test_weights_stored_as_another_type(f32_target: Target, tmp_path: Path, weights: str) -> None:
+    """Converting while loading gives the logits of a file that is stored so."""
+    target = f32_target("nano")
+    stored = quantize_gguf(MODELS / "d-part-bf16.gguf", tmp_path / "stored.gguf", weights)  # type: ignore[arg-type]
+    logits = []
+    for path, kind in ((stored, "file"), (MODELS / "d-part-bf16.gguf", weights)):
+        with (
+            pydflash.DraftModel.open(path, target, weights=kind) as drafter,  # type: ignore[arg-type]
+            context_of(drafter) as context,
+        ):
+            context.append_host(features_of(target, drafter, block_golden("full").ids)[:40], 0)
+            got = context.propose(7, logits=True).logits
+            assert got is not None
+            logits.append(got)
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-3 if weights == "q8_0" else 1e-5)
+
+
 @pytest.mark.parametrize("name", ["d-part", "d-swa"])
 def test_incremental_context_equals_recomputing(f32_target: Target, f32_drafter: Drafter, name: str) -> None:
     """Random commit lengths, over every wrap of small rings, with rewinds between them."""

@@ -21,20 +21,21 @@ long n_allocations = 0;
 
 } // namespace
 
-void * operator new(std::size_t size, const std::nothrow_t &) noexcept {
+// Not inlined: the compiler would take the malloc and free inside for a mismatched pair.
+[[gnu::noinline]] void * operator new(std::size_t size, const std::nothrow_t &) noexcept {
     ++n_allocations;
     return std::malloc(size > 0 ? size : 1);
 }
-void * operator new(std::size_t size) {
+[[gnu::noinline]] void * operator new(std::size_t size) {
     if (void * memory = ::operator new(size, std::nothrow)) {
         return memory;
     }
     throw std::bad_alloc();
 }
-void operator delete(void * memory) noexcept {
+[[gnu::noinline]] void operator delete(void * memory) noexcept {
     std::free(memory);
 }
-void operator delete(void * memory, std::size_t) noexcept {
+[[gnu::noinline]] void operator delete(void * memory, std::size_t) noexcept {
     std::free(memory);
 }
 

@@ -32,7 +32,7 @@ static dflash_status open_session(session * s, const char * target, const char *
     dflash_target_cache_options_init(&cache_options);
     status = dflash_target_model_open(&s->target, target, &model_options, err);
     if (status == DFLASH_STATUS_OK && drafter != NULL) {
-        status = dflash_draft_model_open(&s->drafter, drafter, NULL, s->target, err);
+        status = dflash_draft_model_open(&s->drafter, drafter, NULL, NULL, s->target, err);
         if (status == DFLASH_STATUS_OK) {
             status = dflash_draft_model_info(s->drafter, &info, err);
         }
