@@ -71,7 +71,7 @@ def draw_acceptance(axes: Axes, data: Mapping[str, Any]) -> None:
     axes.set_xlabel("tokens/s")
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3, frameon=False)
 
 
 def best_of_peer(data: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ dflash_status dflash_draft_context_append_mirror(dflash_draft_context * context,
               "the mirror is not on the drafter's device");
         check(n == 0 || m.holds(base, n), Status::invalid, "the mirror does not hold positions [%lld, %lld)",
               static_cast<long long>(base), static_cast<long long>(base + n));
-        use->forward->append_ring(m.target_feat(), m.capacity(), base, n);
+        use->forward->append_ring(m.target_feat(), m.memory_serial(), m.capacity(), base, n);
         use->context->model().device()->synchronize();
     });
 }

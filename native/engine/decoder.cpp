@@ -89,7 +89,7 @@ void Decoder::append_features() {
         const FeatureSource source{cache_.target_feat(), cache_.feature_capacity(), cache_.feature_range(),
                                    cache_.model().device()};
         draft_feature_mirror_sync_range(source, *mirror_, base, n);
-        draft_->append_ring(mirror_->target_feat(), mirror_->capacity(), base, n);
+        draft_->append_ring(mirror_->target_feat(), mirror_->memory_serial(), mirror_->capacity(), base, n);
     } else {
         draft_->append(cache_, base, n);
     }
@@ -255,7 +255,7 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
     result.width = width;
     result.n_proposed = width - 1;
     if (shared_ids) {
-        pending_ = target_.verify(nullptr, width, draft_->verify_ids());
+        pending_ = target_.verify(nullptr, width, {draft_->verify_ids(), draft_->ids_serial()});
         try {
             proposals = draft_->proposals();
         } catch (const Error & error) {

@@ -37,9 +37,10 @@ DraftForward::DraftForward(DraftContext & context) : context_(context) {
     tensor_write(block_ids_, block_.data(), 0, block_.size() * sizeof(int32_t));
 }
 
-DraftAppendGraph & DraftForward::append_graph(int32_t n_rows, ggml_tensor * ring) {
-    const auto it = std::find_if(appends_.begin(), appends_.end(),
-                                 [&](const auto & g) { return g->n_rows == n_rows && g->ring == ring; });
+DraftAppendGraph & DraftForward::append_graph(int32_t n_rows, ggml_tensor * ring, uint64_t serial) {
+    const auto it = std::find_if(appends_.begin(), appends_.end(), [&](const auto & g) {
+        return g->n_rows == n_rows && g->ring == ring && g->ring_serial == serial;
+    });
     if (it != appends_.end()) {
         return **it;
     }
@@ -47,13 +48,14 @@ DraftAppendGraph & DraftForward::append_graph(int32_t n_rows, ggml_tensor * ring
         appends_.erase(appends_.begin());
     }
     appends_.push_back(build_draft_append_graph(context_, n_rows, ring));
+    appends_.back()->ring_serial = serial;
     return *appends_.back();
 }
 
-void DraftForward::run_append(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n,
-                              int64_t end) {
+void DraftForward::run_append(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features,
+                              int64_t base, int64_t n, int64_t end) {
     const DraftConfig & c = context_.model().config();
-    DraftAppendGraph & g = append_graph(padded_rows(n, c.block_size), ring);
+    DraftAppendGraph & g = append_graph(padded_rows(n, c.block_size), ring, serial);
     const int64_t rows = g.n_rows;
     ints_.resize(static_cast<size_t>(rows * (2 + c.n_layer)));
     for (int64_t i = 0; i < rows; ++i) {
@@ -74,7 +76,8 @@ void DraftForward::run_append(ggml_tensor * ring, int64_t capacity, const float 
     g.graph->compute_async();
 }
 
-void DraftForward::append_all(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n) {
+void DraftForward::append_all(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features,
+                              int64_t base, int64_t n) {
     context_.check_append(base, n);
     if (n == 0) {
         return;
@@ -87,7 +90,7 @@ void DraftForward::append_all(ggml_tensor * ring, int64_t capacity, const float 
             const int64_t rows = std::min(append_chunk, n - done);
             const float * from =
                 features != nullptr ? features + done * static_cast<int64_t>(c.n_taps()) * c.n_embd : nullptr;
-            run_append(ring, capacity, from, base + done, rows, base + n);
+            run_append(ring, serial, capacity, from, base + done, rows, base + n);
         }
         if (features != nullptr) {
             context_.model().device()->synchronize(); // the caller's memory is free again on return
@@ -99,14 +102,14 @@ void DraftForward::append_all(ggml_tensor * ring, int64_t capacity, const float 
     context_.note_appended(base, n);
 }
 
-void DraftForward::append_ring(ggml_tensor * ring, int64_t capacity, int64_t base, int64_t n) {
+void DraftForward::append_ring(ggml_tensor * ring, uint64_t serial, int64_t capacity, int64_t base, int64_t n) {
     const DraftConfig & c = context_.model().config();
     check(ring != nullptr && capacity >= 1 && capacity <= ring->ne[1] &&
               ring->ne[0] == static_cast<int64_t>(c.n_taps()) * c.n_embd,
           Status::mismatch, "the feature ring does not hold rows of %d layers of %d", c.n_taps(), c.n_embd);
     check(n <= capacity, Status::capacity, "%lld feature rows of a ring of %lld", static_cast<long long>(n),
           static_cast<long long>(capacity));
-    append_all(ring, capacity, nullptr, base, n);
+    append_all(ring, serial, capacity, nullptr, base, n);
 }
 
 void DraftForward::append(const TargetCache & cache, int64_t base, int64_t n) {
@@ -119,12 +122,12 @@ void DraftForward::append(const TargetCache & cache, int64_t base, int64_t n) {
     check(n == 0 || have.contains(base, base + n), Status::invalid,
           "features of positions [%lld, %lld) are not there, the ring holds [%lld, %lld)", static_cast<long long>(base),
           static_cast<long long>(base + n), static_cast<long long>(have.begin), static_cast<long long>(have.end));
-    append_ring(cache.target_feat(), cache.feature_capacity(), base, n);
+    append_ring(cache.target_feat(), cache.memory_serial(), cache.feature_capacity(), base, n);
 }
 
 void DraftForward::append_host(const float * features, int64_t base, int64_t n) {
     check(features != nullptr || n == 0, Status::invalid, "no features given");
-    append_all(nullptr, 0, features, base, n);
+    append_all(nullptr, 0, 0, features, base, n);
 }
 
 DraftProposeGraph & DraftForward::propose_graph(int32_t n_out) {

@@ -18,7 +18,8 @@ class DraftForward {
     /// Writes the context K/V of positions [base, base + n) from the features in ring rows p % capacity. ring lies on
     /// the drafter's device. All checks of DraftContext::check_append come before the first write; n = 0 does nothing.
     /// After a device error the context is empty and starts again at base.
-    void append_ring(ggml_tensor * ring, int64_t capacity, int64_t base, int64_t n);
+    /// serial: TensorGroup::serial of the group that holds the ring.
+    void append_ring(ggml_tensor * ring, uint64_t serial, int64_t capacity, int64_t base, int64_t n);
     /// The same from a target cache on this device; Status::invalid when the rows are not in its ring (any more).
     void append(const TargetCache & cache, int64_t base, int64_t n);
     /// The same from host memory, f32 [n, n_taps * n_embd].
@@ -30,6 +31,7 @@ class DraftForward {
     void propose(int32_t anchor, int32_t n_wanted = -1);
     /// i32 [n_proposals + 1] on the device: anchor, proposals (the wanted ones).
     ggml_tensor * verify_ids() const { return verify_ids_; }
+    uint64_t ids_serial() const { return ids_->serial(); }
     /// The proposals of the last propose(). Throws Status::internal when one is no token (logits of NaN).
     std::vector<int32_t> proposals();
     /// Draft logits of the last propose(), f32 [n_wanted, vocabulary], and hidden rows [n_wanted, n_embd].
@@ -39,10 +41,12 @@ class DraftForward {
     uint64_t graph_bytes() const;
 
   private:
-    void run_append(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n, int64_t end);
+    void run_append(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features, int64_t base,
+                    int64_t n, int64_t end);
     DraftProposeGraph & propose_graph(int32_t n_out);
-    DraftAppendGraph & append_graph(int32_t n_rows, ggml_tensor * ring);
-    void append_all(ggml_tensor * ring, int64_t capacity, const float * features, int64_t base, int64_t n);
+    DraftAppendGraph & append_graph(int32_t n_rows, ggml_tensor * ring, uint64_t serial);
+    void append_all(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features, int64_t base,
+                    int64_t n);
 
     DraftContext & context_;
     std::unique_ptr<TensorGroup> ids_;

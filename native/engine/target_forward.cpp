@@ -215,7 +215,7 @@ ForwardResult TargetForward::forward(const ForwardRequest & q) {
     return result;
 }
 
-VerifyOutcome TargetForward::verify(const int32_t * ids, int32_t n, ggml_tensor * device_ids) {
+VerifyOutcome TargetForward::verify(const int32_t * ids, int32_t n, DeviceIds device_ids) {
     const TargetModel & model = cache_.model();
     check(cache_.can_verify(), Status::invalid, "this cache is for prefill only; migrate it first");
     check(n >= 1 && n <= cache_.options().max_verify, Status::invalid, "%d verify rows, want 1 to max_verify %d", n,
@@ -235,7 +235,8 @@ VerifyOutcome TargetForward::verify(const int32_t * ids, int32_t n, ggml_tensor 
     shape.verify = true;
     shape.layer_begin = 0;
     shape.layer_end = model.config().n_layer;
-    shape.device_ids = device_ids;
+    shape.device_ids = device_ids.tensor;
+    shape.device_ids_serial = device_ids.serial;
     Entry & e = entry(shape);
     if (!e.commit) {
         e.commit = build_commit_graph(cache_, *e.graph);

@@ -31,6 +31,12 @@ struct ForwardResult {
     std::vector<float> hidden; // [hidden_layers (+1 when want_hidden), n, n_embd]
 };
 
+/// Token ids that are on the target's device already.
+struct DeviceIds {
+    ggml_tensor * tensor = nullptr; // i32
+    uint64_t serial = 0;            // TensorGroup::serial of the group that holds it
+};
+
 /// The outcome of a verify forward. Recurrent state is as before it; commit() moves it on.
 struct VerifyOutcome {
     uint64_t serial = 0; // 0: none
@@ -53,7 +59,7 @@ class TargetForward {
 
     /// Runs w = n rows at the current position without committing them. ids may be null when device_ids (i32 on this
     /// device, at least n long) is given. An earlier outcome becomes stale.
-    VerifyOutcome verify(const int32_t * ids, int32_t n, ggml_tensor * device_ids = nullptr);
+    VerifyOutcome verify(const int32_t * ids, int32_t n, DeviceIds device_ids = {});
     /// Runs one token and commits it in the same pass. The outcome's logits can be read; it cannot be committed again.
     VerifyOutcome advance(int32_t id);
     /// Waits for what was queued.

@@ -1,5 +1,7 @@
 #include "ggmlx/tensors.hpp"
 
+#include <atomic>
+
 #include "base/error.hpp"
 #include "ggml-alloc.h"
 
@@ -25,6 +27,8 @@ void check_span_2d(const ggml_tensor * tensor, uint64_t offset, uint64_t n_bytes
 } // namespace
 
 TensorGroup::TensorGroup(std::shared_ptr<Device> device, size_t n_tensors) : device_(std::move(device)) {
+    static std::atomic<uint64_t> n_groups{0};
+    serial_ = n_groups.fetch_add(1, std::memory_order_relaxed) + 1;
     ggml_init_params params{};
     params.mem_size = ggml_tensor_overhead() * (n_tensors + 1);
     params.no_alloc = true;

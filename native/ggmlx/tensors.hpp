@@ -30,11 +30,14 @@ class TensorGroup {
     void clear(uint8_t value = 0);
     uint64_t bytes() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
     ggml_backend_buffer_t buffer() const { return buffer_.get(); }
+    /// Never used for another group of this process: addresses of tensors are, once a group is gone.
+    uint64_t serial() const { return serial_; }
 
   private:
     std::shared_ptr<Device> device_;
     ggml_context_ptr ctx_;
     ggml_backend_buffer_ptr buffer_;
+    uint64_t serial_ = 0;
 };
 
 /// Gives a view its address after the tensor that it looks into got memory.

@@ -16,6 +16,7 @@ struct DraftAppendGraph {
     std::unique_ptr<Graph> graph;
     int32_t n_rows = 0;
     const ggml_tensor * ring = nullptr; // features come from these rows of a ring; null: from `features`
+    uint64_t ring_serial = 0;           // of the group that holds the ring, since addresses come again
     ggml_tensor * features = nullptr;   // f32 [n_taps * n_embd, n_rows]
     ggml_tensor * ints = nullptr;       // i32: positions, ring rows of the features (if any), K/V rows per layer
 };

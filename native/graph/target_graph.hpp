@@ -21,11 +21,13 @@ struct TargetGraphShape {
     int32_t layer_end = 0;
     std::vector<int32_t> hidden_layers; // layers whose outputs are kept for inspection
     ggml_tensor * device_ids = nullptr; // i32 [>= n_rows] already on the device; null: ids come from the host
+    uint64_t device_ids_serial = 0;     // of the group that holds them, since addresses come again
 
     bool operator==(const TargetGraphShape & o) const {
         return n_rows == o.n_rows && n_out == o.n_out && n_kv == o.n_kv && verify == o.verify &&
                from_hidden == o.from_hidden && want_hidden == o.want_hidden && layer_begin == o.layer_begin &&
-               layer_end == o.layer_end && hidden_layers == o.hidden_layers && device_ids == o.device_ids;
+               layer_end == o.layer_end && hidden_layers == o.hidden_layers && device_ids == o.device_ids &&
+               device_ids_serial == o.device_ids_serial;
     }
 };
 

@@ -69,6 +69,8 @@ class DraftFeatureMirror {
     /// [width, capacity] of type(), zero where nothing was written. Rows outside a range that holds() are not to be
     /// read, and none are to be written except by the functions below. Null when closed.
     ggml_tensor * target_feat() const { return target_feat_; }
+    /// Identifies the ring's memory in this process, see TensorGroup::serial; 0 when closed.
+    uint64_t memory_serial() const { return memory_ ? memory_->serial() : 0; }
 
     /// The unbroken run of positions that ends with the newest one held; empty when there is none.
     PositionRange valid_range() const { return record_.newest(); }

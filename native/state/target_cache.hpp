@@ -71,6 +71,8 @@ class TargetCache {
     ggml_tensor * ssm_state(int32_t layer) const { return ssm_state_[static_cast<size_t>(layer)]; }
     ggml_tensor * conv_state(int32_t layer) const { return conv_state_[static_cast<size_t>(layer)]; }
     ggml_tensor * target_feat() const { return target_feat_; } // [n_taps * n_embd, feature_capacity] or null
+    /// Identifies this cache's memory in this process; see TensorGroup::serial.
+    uint64_t memory_serial() const { return base_->serial(); }
     int64_t feature_capacity() const { return target_feat_ != nullptr ? target_feat_->ne[1] : 0; }
     int32_t n_taps() const { return static_cast<int32_t>(options_.capture_layers.size()); }
     ggml_tensor * k_rotation() const { return k_rotation_; } // f32 [n, n] or null

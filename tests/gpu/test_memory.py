@@ -28,19 +28,20 @@ def resident_bytes() -> int:
 
 def test_a_cache_that_does_not_fit(real_gpu: str, demo: "Pair", prompts: list[list[int]], tools: "Toolbox") -> None:
     total = tools.memory(real_gpu).memory_total
-    capacity = 1 << 20
-    while pydflash.TargetCache.plan(demo.target, capacity).total_bytes < 2 * total:
-        capacity *= 2
+    wide: dict[str, object] = {"capacity": 1 << 24, "k_type": "f32", "v_type": "f32", "feature_capacity": 1 << 24}
+    wide["capture_layers"] = tuple(range(demo.target.config.n_layer))
+    if pydflash.TargetCache.plan(demo.target, **wide).total_bytes < 1.2 * total:  # type: ignore[arg-type]
+        pytest.skip("the largest cache of the built-in target fits this device")
     with pydflash.Engine.open(demo.target, demo.draft, EngineOptions(n_ctx=512, device=real_gpu)) as engine:
         wanted = engine.generate(prompts[0], SamplingOptions(max_tokens=32)).token_ids
         free = tools.memory(real_gpu).memory_free
         for _ in range(20):
             with pytest.raises(pydflash.OutOfMemoryError) as caught:
-                pydflash.TargetCache(demo.target, capacity)
+                pydflash.TargetCache(demo.target, **wide)  # type: ignore[arg-type]
         found = NUMBERS.search(str(caught.value))
         assert found, str(caught.value)
         assert found[2] == real_gpu
-        assert int(found[1]) >= 2 * total
+        assert int(found[1]) >= total
         assert int(found[3]) <= total
         assert tools.memory(real_gpu).memory_free >= free - (4 << 20)
         assert engine.generate(prompts[0], SamplingOptions(max_tokens=32)).token_ids == wanted

@@ -266,6 +266,35 @@ def test_logprobs_equal_plain_decoding(f32_target: Target, f32_drafter: Drafter)
         assert len(tops) == len(got)
 
 
+def test_drafters_come_and_go_over_one_cache(f32_target: Target, f32_drafter: Drafter) -> None:
+    """Graphs of the cache look into the drafter's memory: those of a closed one are never used again."""
+    target, drafter = f32_target("nano"), f32_drafter("d-part")
+    case = step_golden("d-part")["cases"][0]
+    with pydflash.TargetCache(
+        target, capacity=512, k_type="f32", v_type="f32", capture_layers=drafter.config.target_layer_ids
+    ) as cache:
+        for _ in range(25):
+            with pydflash.DraftContext(drafter) as context, pydflash.Decoder(cache, context) as decoder:
+                assert run(decoder, case["prompt"], 40, 8)[0] == case["greedy"][:40]
+
+
+def test_caches_come_and_go_under_one_drafter(f32_target: Target, f32_drafter: Drafter) -> None:
+    target, drafter = f32_target("nano"), f32_drafter("d-part")
+    cases = step_golden("d-part")["cases"]
+    with pydflash.DraftContext(drafter) as context:
+        for number in range(25):
+            case = cases[number % len(cases)]
+            with (
+                pydflash.TargetCache(
+                    target, capacity=512, k_type="f32", v_type="f32", capture_layers=drafter.config.target_layer_ids
+                ) as cache,
+                pydflash.Decoder(cache, context) as decoder,
+            ):
+                tokens, steps = run(decoder, case["prompt"], 40, 8)
+                assert tokens == case["greedy"][:40]
+                assert sum(step.n_accepted for step in steps) > 5
+
+
 def test_draft_kv_type_keeps_acceptance() -> None:
     """The built-in pair, whose heads of 64 are rotated when the type is quantised: q8_0 within 3 % of f16."""
     prompts = [list(range(start, start + 32)) for start in range(200, 3000, 350)]

@@ -32,7 +32,7 @@ def fill(target: pydflash.TargetModel, device: str, stack: ExitStack) -> None:
         # The driver gives memory out in larger pieces than asked for, so the last bytes take several rounds.
         capacity = max(256, (spare - fixed) // per_token * 9 // 10)
         try:
-            stack.enter_context(pydflash.TargetCache(target, min(capacity, 1 << 30), capture_layers=()))
+            stack.enter_context(pydflash.TargetCache(target, min(capacity, 1 << 24), capture_layers=()))
         except pydflash.OutOfMemoryError:
             break
 
