@@ -103,8 +103,8 @@ DFLASH_API dflash_status dflash_log_take(int32_t * level, char * buffer, uint64_
 /* ---- Ownership ----------------------------------------------------------------------------------------------------
  *   thing                                  made by                    freed by       lives while
  *   gguf                                   dflash_gguf_open           its free       no other object needs it
- *   target_model                           dflash_target_model_open   its free       caches and drafters hold a
- * reference target_cache                           dflash_target_cache_new    its free       keeps its model alive
+ *   target_model                           dflash_target_model_open   its free       caches and drafters hold it
+ *   target_cache                           dflash_target_cache_new    its free       keeps its model alive
  *   draft_model                            dflash_draft_model_open    its free       keeps its target model alive
  *   draft_context, draft_feature_mirror    ..._new                    own free       keep their model or device alive
  *   decoder                                dflash_decoder_new         its free       keeps cache, context, mirror alive

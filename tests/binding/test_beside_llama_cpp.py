@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,7 @@ print("both", len(first) + len(before))
 
 
 @pytest.mark.parametrize("imports", ["import xllamacpp", "import pydflash\nimport xllamacpp"])
-def test_both_generate_in_one_process(imports: str) -> None:
+def test_both_generate_in_one_process(tmp_path: Path, imports: str) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp's prebuilt wheel is not installed")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(imports=imports)],
@@ -45,6 +46,7 @@ def test_both_generate_in_one_process(imports: str) -> None:
         text=True,
         timeout=300,
         check=False,
+        cwd=tmp_path,  # not the source tree, which Python would import from
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "both 48" in done.stdout

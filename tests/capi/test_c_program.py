@@ -35,7 +35,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[pydflash.Engine]:
-    with pydflash.Engine.open(options=pydflash.EngineOptions(n_threads=1)) as opened:
+    with pydflash.Engine.open(options=pydflash.EngineOptions(n_threads=1, draft_weights="file")) as opened:
         yield opened
 
 
