@@ -7,7 +7,7 @@
 #     --sources PATH   ggml or llama.cpp sources: a folder, or an archive of one (as `pack` writes it)
 #     --llama          also build llama.cpp's llama-bench and llama-server with the same ggml, and measure them too
 #     --wheels FOLDER  wheels that the machine's Python lacks: cffi gguf pycparser pytest ...
-#     --out FOLDER     logs, bench.json and pictures; default: gpu-results
+#     --out FOLDER     run.log, bench.json and pictures; default: gpu-results
 #     --work FOLDER    everything else; default: /tmp/pydflash-gpu. What is built there is kept and used again
 #     --pair FOLDER    the model pair; default: /dev/shm/pydflash-pair if it is large enough, else in the work folder
 #     --size SIZE      of the pair; default: 27B
@@ -35,7 +35,8 @@ if [[ ${1:-} == pack ]]; then
         --exclude='*/ggml-metal/*' --exclude='*/ggml-webgpu/*' --exclude='*/ggml-cann/*' --exclude='*/tools/ui/src/*' \
         '*/vendor/llama.cpp/ggml/*' '*/vendor/llama.cpp/src/*' '*/vendor/llama.cpp/include/*' '*/vendor/llama.cpp/LICENSE' \
         '*/vendor/llama.cpp/common/*' '*/vendor/llama.cpp/vendor/*' '*/vendor/llama.cpp/tools/*' \
-        '*/vendor/llama.cpp/cmake/*' '*/vendor/llama.cpp/licenses/*' '*/vendor/llama.cpp/CMakeLists.txt'
+        '*/vendor/llama.cpp/cmake/*' '*/vendor/llama.cpp/licenses/*' '*/vendor/llama.cpp/CMakeLists.txt' \
+        '*/vendor/llama.cpp/scripts/ui-assets.cmake'
     tar -cJf "$3" -C "$folder" llama.cpp
     ls -l "$3"
     exit
@@ -74,35 +75,34 @@ has() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 
 mkdir -p "$out" "$work"
 out=$(realpath "$out") work=$(realpath "$work")
-build=$work/build site=$work/site
+build=$work/build site=$work/site log=$out/run.log
 python=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 CMAKE_BUILD_PARALLEL_LEVEL=$jobs
 
 started=$SECONDS
 note() { printf '== %s (%d s)\n' "$1" "$((SECONDS - started))"; }
 
-# part NAME COMMAND...: within what is left of the time, all output into a log and onto the terminal.
-part() {
-    local name=$1 left=$((seconds - (SECONDS - started))) code=0
-    shift
+# part NAME COMMAND...: within what is left of the time; all output goes into the log and onto the terminal.
+# quiet_part: the terminal sees one line in forty, and the end when it fails.
+part() { run_part cat "$@"; }
+quiet_part() { run_part "awk 'NR % 40 == 0 { print substr(\$0, 1, 120); fflush() }'" "$@"; }
+run_part() {
+    local show=$1 name=$2 left=$((seconds - (SECONDS - started))) code
+    shift 2
     ((left > 5)) || die "no time is left for $name"
-    note "$name"
-    timeout --kill-after=10 "$left" "$@" 2>&1 | tee "$out/$name.log" || code=${PIPESTATUS[0]}
-    ((code == 0)) || { note "$name ended with $code"; exit "$code"; }
-}
-
-# The same, but a long log: the terminal sees one line in forty, and the end when it fails.
-quiet_part() {
-    local name=$1 left=$((seconds - (SECONDS - started))) code=0
-    shift
-    ((left > 5)) || die "no time is left for $name"
-    note "$name"
-    timeout --kill-after=10 "$left" "$@" 2>&1 | tee "$out/$name.log" | awk 'NR % 40 == 0 { print substr($0, 1, 120); fflush() }' || true
+    note "$name" | tee -a "$log"
+    set +e
+    timeout --kill-after=10 "$left" "$@" 2>&1 | tee -a "$log" | bash -c "$show"
     code=${PIPESTATUS[0]}
-    ((code == 0)) || { tail -n 40 "$out/$name.log"; note "$name ended with $code"; exit "$code"; }
+    set -e
+    if ((code != 0)); then
+        [[ $show == cat ]] || tail -n 40 "$log"
+        note "$name ended with $code" | tee -a "$log"
+        exit "$code"
+    fi
 }
 
-# Python's own packages first: a wheel must not replace what the machine has in another version.
+# Before the machine's own packages on the path.
 if [[ -n $wheels && ! -e $work/wheels-installed ]]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$work/packages" "$wheels"/*.whl
     touch "$work/wheels-installed"
@@ -154,7 +154,10 @@ if [[ -f $work/cublas/runtime-folder ]]; then
 fi
 
 choose_pair_folder() {
-    [[ -n $pair ]] && return
+    if [[ -n $pair ]]; then
+        pair=$(realpath -m "$pair")
+        return
+    fi
     local free
     free=$(df --output=avail -B1G /dev/shm 2> /dev/null | tail -n 1 || echo 0)
     pair=$work/pair
@@ -192,13 +195,14 @@ CMAKE
     part configure cmake -S "$source_folder" -B "$build" "${cmake_options[@]}"
 }
 
+date --utc >> "$log"
 ((cuda)) && command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 choose_pair_folder
 
 pair_process=""
 if has pair; then
     note "pair in $pair, in the background"
-    (make_pair > "$out/pair.log" 2>&1) &
+    (make_pair > "$work/pair.log" 2>&1) &
     pair_process=$!
 fi
 
@@ -228,15 +232,18 @@ fi
 
 if has test; then
     cd "$repo"
+    # Without this a backend that finds no GPU would have all tests skipped.
+    ((cuda)) && export PYDFLASH_TEST_DEVICE=${PYDFLASH_TEST_DEVICE:-CUDA0}
+    # The machine's own plugins may not fit this pytest.
+    export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
     # -P: the package that was built is tested, not the source tree.
     # shellcheck disable=SC2086 # words for pytest
     part test "$python" -P -m pytest -q -p no:cacheprovider $test_words
 fi
 
 if [[ -n $pair_process ]]; then
-    wait "$pair_process" || { cat "$out/pair.log"; die "the pair could not be written"; }
-    note pair
-    cat "$out/pair.log"
+    wait "$pair_process" || { cat "$work/pair.log"; die "the pair could not be written"; }
+    part pair cat "$work/pair.log"
 fi
 
 if has bench; then
