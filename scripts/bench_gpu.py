@@ -19,12 +19,11 @@ Sections (--only takes some of them):
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,7 +31,9 @@ from pathlib import Path
 
 import bench_parts as parts
 import bench_peer as peer
+from bench_device import measured_copy, used_memory, weight_bytes
 from bench_parts import Plan, Prompts, Row
+from bench_report import Report, cell, ratios
 
 import pydflash
 
@@ -94,47 +95,6 @@ def find_files(args: argparse.Namespace) -> Files:
     return files
 
 
-class Report:
-    """The numbers so far, on the terminal and in a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._began = time.monotonic()
-        self.data: dict[str, object] = {}
-
-    def add(self, name: str, value: object) -> None:
-        self.data[name] = value
-        self.data["seconds"] = round(time.monotonic() - self._began, 1)
-        if self._path is not None:
-            self._path.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-
-    def table(self, name: str, rows: Sequence[Row], leave_out: Sequence[str] = ()) -> None:
-        """Keep all columns, print those that are not left out."""
-        self.add(name, list(rows))
-        print(f"\n{name} ({time.monotonic() - self._began:.0f} s)", flush=True)
-        for line in table_lines(rows, leave_out):
-            print("  " + line, flush=True)
-
-
-def table_lines(rows: Sequence[Mapping[str, object]], leave_out: Sequence[str] = ()) -> Iterable[str]:
-    """Columns as wide as they need, in the order of the first row."""
-    if not rows:
-        return
-    names = [name for name in rows[0] if name not in leave_out]
-    cells = [names, *([cell(row.get(name)) for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    for line in cells:
-        yield "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-
-
-def cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
-    return str(value)
-
-
 class Bench:
     """Opened models and what is measured with them."""
 
@@ -159,12 +119,12 @@ class Bench:
         return stack.enter_context(pydflash.DraftModel.open(path, self.target, self.args.draft_device))
 
     def note_memory(self) -> None:
-        self._peak = max(self._peak, parts.used_memory(self.target.device))
+        self._peak = max(self._peak, used_memory(self.target.device))
         self.report.add("peak_device_bytes", self._peak)
 
     def meta(self) -> None:
         device = next(d for d in pydflash.devices() if d.name == self.target.device)
-        plain, drafted = parts.weight_bytes(self.target, self.draft)
+        plain, drafted = weight_bytes(self.target, self.draft)
         self.report.add(
             "run",
             {
@@ -188,13 +148,13 @@ class Bench:
         print(f"weights read by a plain step {plain / 1e9:.2f} GB, by a drafted one {drafted / 1e9:.2f} GB")
 
     def copy(self) -> None:
-        rate = None if self.target.device == "CPU" else parts.measured_copy()
+        rate = None if self.target.device == "CPU" else measured_copy()
         self.report.add("copy", rate)
         print("\ncopy: not measured" if rate is None else f"\ncopy: {float(rate['bytes_per_second']) / 1e12:.2f} TB/s")
 
     def _add_rates(self, rows: list[Row], time_name: str) -> list[Row]:
         """Weight bytes per second of each row, and their share of the copy rate."""
-        plain, drafted = parts.weight_bytes(self.target, self.draft)
+        plain, drafted = weight_bytes(self.target, self.draft)
         copy = self.report.data.get("copy")
         for row in rows:
             n_bytes = drafted if int(row.get("width") or 1) > 1 else plain
@@ -324,33 +284,6 @@ def shortened(plan: Plan, longest: int) -> Plan:
         "prefills": tuple(n for n in plan.prefills if n in fits) or (max(fits),),
     }
     return Plan(**{**vars_of(plan), **changed})  # type: ignore[arg-type]
-
-
-def ratios(data: Mapping[str, object]) -> list[Row]:
-    """Ours over llama.cpp's, above 1 where pydflash is faster."""
-    theirs = data.get("peer")
-    if not isinstance(theirs, dict):
-        return []
-    rows: list[Row] = []
-    for section, key in (("autoregressive", "context"), ("prefill", "tokens")):
-        ours = {row[key]: row["tok_s"] for row in as_rows(data.get(section))}
-        both = [row for row in as_rows(theirs.get(section)) if row[key] in ours]
-        rows += [ratio_row(f"{section} {row[key]}", ours[row[key]], row["tok_s"]) for row in both]
-    requests = {str(row["name"]): row["tok_s"] for row in as_rows(data.get("requests"))}
-    for kind in ("all", "none"):
-        speeds = [float(row["tok_s"]) for row in as_rows(theirs.get("drafted")) if row["draft"] == f"draft-{kind}.gguf"]
-        for name, ours_speed in requests.items():
-            if name.startswith(f"{kind} accepted") and speeds:
-                rows.append(ratio_row(name, ours_speed, max(speeds)))
-    return rows
-
-
-def as_rows(value: object) -> list[dict[str, float | str]]:
-    return value if isinstance(value, list) else []
-
-
-def ratio_row(name: str, ours: float | str, theirs: float | str) -> Row:
-    return {"what": name, "pydflash": float(ours), "llama.cpp": float(theirs), "ratio": float(ours) / float(theirs)}
 
 
 def main() -> None:
