@@ -14,6 +14,7 @@ import os
 import threading
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final, Self
@@ -35,7 +36,7 @@ class _SharedLock:
         self.serial = next(_serials)
 
 
-class NativeHandle:
+class NativeHandle(ABC):
     """Base of the classes that hold a native object.
 
     A context manager: leaving the block closes the object.
@@ -93,9 +94,9 @@ class NativeHandle:
             except PydflashError as error:
                 return f"{facts}, {type(error).__name__}>"
 
+    @abstractmethod
     def _facts(self) -> str:
         """For repr(): what does not change."""
-        raise NotImplementedError
 
     def _state_text(self) -> str:
         """For repr(): what may change; called while nobody else is inside."""

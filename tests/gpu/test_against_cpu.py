@@ -17,17 +17,10 @@ pytestmark = pytest.mark.gpu
 OpenTarget = Callable[..., pydflash.TargetModel]
 
 
-def prompts_of(model: pydflash.TargetModel, prompts: list[list[int]]) -> np.ndarray:
-    """96 ids: text for the built-in model, whose prompts these are, anything for others."""
-    return (np.array([token for ids in prompts for token in ids][:96]) % model.n_vocab).astype(np.int32)
-
-
 @pytest.mark.parametrize("name", ["demo", "dense", "hd256", "wide", "tiny", "tiny-moe", "tiny-tied"])
-def test_target_logits(
-    open_target: OpenTarget, prompts: list[list[int]], tools: "Toolbox", measured: "Measured", name: str
-) -> None:
+def test_target_logits(open_target: OpenTarget, tools: "Toolbox", measured: "Measured", name: str) -> None:
     here, there = open_target(name), open_target(name, on="CPU")
-    ids = prompts_of(here, prompts)
+    ids = np.random.default_rng(5).integers(0, here.n_vocab, 96).astype(np.int32)
     with pydflash.TargetCache(here, 256) as cache, pydflash.TargetCache(there, 256) as reference:
         found, wanted = (c.forward(ids, logits="all").logits for c in (cache, reference))
         worst, part = tools.worst_state(cache, reference)
@@ -35,24 +28,19 @@ def test_target_logits(
     measured(f"{name}, GPU and CPU: logits", error)
     measured(f"{name}, GPU and CPU: largest logit difference", float(np.abs(found - wanted).max()))
     measured(f"{name}, GPU and CPU: worst state ({part})", worst)
-    assert error < 2 * tools.limit(name)
-    assert worst < 2 * tools.limit(name)
-    assert (found.argmax(-1) == wanted.argmax(-1)).mean() > 0.9
+    assert error < tools.other_device
+    assert worst < tools.other_device
+    assert (found.argmax(-1) == wanted.argmax(-1)).mean() > 0.95
 
 
 @pytest.mark.parametrize(
     ("k_type", "v_type"), [("f32", "f32"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("f16", "f16")]
 )
 def test_key_value_types(
-    open_target: OpenTarget,
-    prompts: list[list[int]],
-    tools: "Toolbox",
-    measured: "Measured",
-    k_type: "CacheType",
-    v_type: "CacheType",
+    open_target: OpenTarget, tools: "Toolbox", measured: "Measured", k_type: "CacheType", v_type: "CacheType"
 ) -> None:
     here, there = open_target("demo"), open_target("demo", on="CPU")
-    ids = prompts_of(here, prompts)
+    ids = np.random.default_rng(6).integers(0, here.n_vocab, 96).astype(np.int32)
     with (
         pydflash.TargetCache(here, 256, k_type, v_type) as cache,
         pydflash.TargetCache(there, 256, k_type, v_type) as reference,
@@ -60,7 +48,7 @@ def test_key_value_types(
         found, wanted = (c.forward(ids, logits="all").logits for c in (cache, reference))
     error = tools.difference(found, wanted)
     measured(f"keys and values in {k_type}, GPU and CPU: logits", error)
-    assert error < 2 * tools.limit("demo")
+    assert error < (3 * tools.other_device if k_type == "q4_0" else tools.other_device)
 
 
 def test_draft_logits(
@@ -85,7 +73,7 @@ def test_draft_logits(
         equal, total = equal + int((found[0].ids == found[1].ids).sum()), total + len(found[0].ids)
     measured("demo, GPU and CPU: draft logits", worst)
     measured("demo, GPU and CPU: equal proposals", f"{equal} of {total}")
-    assert worst < 2 * tools.limit("demo")
+    assert worst < 2 * tools.other_device
     assert equal > 0.9 * total
 
 

@@ -98,7 +98,7 @@ def test_sampled_text_depends_on_the_seed_alone(
     departures = [first_difference(a, b) for a, b in zip(runs["plain"], runs["drafted"], strict=True)]
     n_equal = departures.count(None)
     measured("sampled texts of 12 that are equal with and without a drafter", n_equal)
-    assert n_equal >= 1
+    assert n_equal >= 8
 
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-moe"])
