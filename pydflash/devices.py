@@ -69,3 +69,32 @@ def work_counters() -> WorkCounters:
     out = ffi.new("dflash_work_counters *")
     lib.dflash_work_counters_get(out)
     return WorkCounters(*(getattr(out, name) for name in _COUNTERS))
+
+
+def own_kernels(enabled: bool | None = None) -> bool:
+    """Whether pydflash's own CUDA kernels run; with an argument, turn them on or off first.
+
+    They compute products and attention of 1 to 32 rows, each row with the same bits whatever their number, and are on
+    where the build has them. Off leaves everything to ggml. What CUDA has captured before keeps its kernels, so call
+    this before models are opened. Any thread.
+
+    Raises:
+        UnsupportedModelError: turned on in a build without them.
+    """
+    if enabled is not None:
+        with native_call() as err:
+            check(lib.dflash_own_kernels_set(bool(enabled), err), err, "own_kernels_set")
+    return bool(lib.dflash_own_kernels_get())
+
+
+def own_kernel_counts() -> dict[str, int]:
+    """Nodes of graphs that own kernels have taken since the process started, by kind; empty in a build without them.
+
+    A graph that CUDA has captured counts once. Any thread.
+    """
+    n = ffi.new("int64_t *")
+    with native_call() as err:
+        check(lib.dflash_own_kernels_counts(NULL, 0, n, err), err, "own_kernels_counts")
+        counts = ffi.new("dflash_kernel_count[]", n[0])
+        check(lib.dflash_own_kernels_counts(counts, len(counts), n, err), err, "own_kernels_counts")
+    return {text_of(c.name): int(c.nodes) for c in counts[0 : min(n[0], len(counts))]}

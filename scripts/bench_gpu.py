@@ -293,6 +293,9 @@ def main() -> None:
         parser.add_argument(name, type=Path, metavar="FILE")
     parser.add_argument("--device", default="auto", help="default: %(default)s, the first GPU")
     parser.add_argument("--draft-device", help="default: the target's")
+    parser.add_argument(
+        "--kernels", choices=("own", "ggml"), help="on CUDA; default: pydflash's own where the build has them"
+    )
     parser.add_argument("--n-threads", type=int, default=0, help="CPU threads; default: as many as there are, up to 16")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, one repeat")
     sizes = parser.add_argument_group("what to measure; defaults without and with --quick")
@@ -307,6 +310,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     files, report = find_files(args), Report(args.json)
+    if args.kernels is not None:
+        pydflash.own_kernels(args.kernels == "own")
     with ExitStack() as stack:
         bench = Bench(args, files, report, stack)
         bench.meta()

@@ -5,6 +5,7 @@
 #include "capi/shim.hpp"
 #include "capi/text.hpp"
 #include "ggmlx/graph.hpp"
+#include "ggmlx/own_kernels.hpp"
 
 using namespace dflash;
 using namespace dflash::capi;
@@ -30,4 +31,26 @@ void dflash_work_counters_get(dflash_work_counters * out) {
         const WorkCounters c = work_counters();
         *out = {c.graphs_built, c.buffers_allocated, c.graphs_computed, c.bytes_to_device, c.bytes_to_host};
     }
+}
+
+dflash_status dflash_own_kernels_set(int32_t enabled, dflash_error * err) {
+    return guard(err, [&] { enable_own_kernels(enabled != 0); });
+}
+
+int32_t dflash_own_kernels_get(void) {
+    return own_kernels_enabled() ? 1 : 0;
+}
+
+dflash_status dflash_own_kernels_counts(dflash_kernel_count * counts, int64_t capacity, int64_t * n,
+                                        dflash_error * err) {
+    return guard(err, [&] {
+        std::vector<dflash_kernel_count> list;
+        for (const OwnKernelCount & kind : own_kernel_counts()) {
+            dflash_kernel_count count{};
+            copy_text(count.name, kind.name);
+            count.nodes = kind.nodes;
+            list.push_back(count);
+        }
+        copy_list(list, counts, capacity, n);
+    });
 }

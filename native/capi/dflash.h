@@ -149,6 +149,22 @@ typedef struct dflash_work_counters {
 
 DFLASH_API void dflash_work_counters_get(dflash_work_counters * out);
 
+/* A build for CUDA carries own kernels for products and attention of 1 .. 32 rows, whose results do not depend on the
+ * number of rows. On by default; 0 leaves everything to ggml. What CUDA has captured before keeps its kernels, so set
+ * this before models are opened. UNSUPPORTED when turned on in a build without them. Any thread. */
+DFLASH_API dflash_status dflash_own_kernels_set(int32_t enabled, dflash_error * err);
+DFLASH_API int32_t dflash_own_kernels_get(void); /* 1: on; 0: off or not in this build */
+
+/* Nodes of graphs that own kernels have taken since the process started; a graph that CUDA has captured counts once. */
+typedef struct dflash_kernel_count {
+    char name[32];
+    int64_t nodes;
+} dflash_kernel_count;
+
+/* Fills up to capacity entries and sets *n to the number of kinds, 0 in a build without own kernels. Any thread. */
+DFLASH_API dflash_status dflash_own_kernels_counts(dflash_kernel_count * counts, int64_t capacity, int64_t * n,
+                                                   dflash_error * err);
+
 /* ---- Metadata of model files --------------------------------------------------------------------------- since: 1 */
 
 /* Opens a GGUF file, or all parts of a split one. Only the metadata and the tensor table are read. Immutable: all

@@ -5,6 +5,9 @@
 #include <thread>
 
 #include "base/error.hpp"
+#ifdef DFLASH_CUDA_KERNELS
+#include "cuda/kernels.hpp"
+#endif
 #include "ggmlx/hooks.hpp"
 
 namespace dflash {
@@ -104,7 +107,23 @@ std::shared_ptr<Device> Device::open(const std::string & name, int32_t n_threads
         set_n_threads(device->backend_.get(), n_threads);
         device->n_threads_ = n_threads;
     }
+#ifdef DFLASH_CUDA_KERNELS
+    if (device->name_.rfind("CUDA", 0) == 0) {
+        cuda::install_kernels();
+        cuda::retain_kernels();
+        device->holds_kernels_ = true;
+    }
+#endif
     return device;
+}
+
+Device::~Device() {
+    backend_.reset();
+#ifdef DFLASH_CUDA_KERNELS
+    if (holds_kernels_) {
+        cuda::release_kernels();
+    }
+#endif
 }
 
 DeviceInfo Device::info() const {

@@ -29,6 +29,7 @@ class Device {
     static std::shared_ptr<Device> open(const std::string & name, int32_t n_threads);
     static std::vector<DeviceInfo> list();
 
+    ~Device();
     Device(const Device &) = delete;
     Device & operator=(const Device &) = delete;
 
@@ -49,6 +50,7 @@ class Device {
     ggml_backend_ptr backend_;
     std::string name_;
     bool is_cpu_ = false;
+    bool holds_kernels_ = false; // a share of the CUDA kernels' memory
     int32_t n_threads_ = 0;
     std::recursive_mutex mutex_;
 };

@@ -16,15 +16,19 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     const int64_t hd = c.head_dim;
 
     ggml_tensor * qg = build_linear(ctx, l.wq, x); // per head: hd query values, then hd gate values
+    ggml_tensor * k = build_linear(ctx, l.wk, x);
+    ggml_tensor * v = build_linear(ctx, l.wv, x);
+    for (ggml_tensor * t : {qg, k, v}) { // side by side, so that a backend may run them as one
+        graph.expand(t);
+    }
     const size_t head_bytes = ggml_row_size(qg->type, hd);
     ggml_tensor * q = ggml_view_3d(ctx, qg, hd, c.n_head, n, 2 * head_bytes, qg->nb[1], 0);
     ggml_tensor * gate = ggml_view_3d(ctx, qg, hd, c.n_head, n, 2 * head_bytes, qg->nb[1], head_bytes);
     gate = ggml_cont_2d(ctx, gate, hd * c.n_head, n);
     q = build_rope(ctx, build_norm(ctx, q, l.q_norm, c.rms_eps), rows.positions, c.rope);
 
-    ggml_tensor * k = ggml_reshape_3d(ctx, build_linear(ctx, l.wk, x), hd, c.n_head_kv, n);
+    k = ggml_reshape_3d(ctx, k, hd, c.n_head_kv, n);
     k = build_rope(ctx, build_norm(ctx, k, l.k_norm, c.rms_eps), rows.positions, c.rope);
-    ggml_tensor * v = build_linear(ctx, l.wv, x);
 
     if (cache.k_rotation() != nullptr) {
         q = build_rotation(ctx, cache.k_rotation(), q);
@@ -63,8 +67,13 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
 
     ggml_tensor * mixed = build_linear(ctx, l.wqkv, x);
     ggml_tensor * z = build_linear(ctx, l.wqkv_gate, x);
-    ggml_tensor * beta = ggml_sigmoid(ctx, build_linear(ctx, l.ssm_beta, x));
-    ggml_tensor * g = ggml_add(ctx, build_linear(ctx, l.ssm_alpha, x), l.ssm_dt_bias);
+    ggml_tensor * beta = build_linear(ctx, l.ssm_beta, x);
+    ggml_tensor * g = build_linear(ctx, l.ssm_alpha, x);
+    for (ggml_tensor * t : {mixed, z, beta, g}) { // side by side, so that a backend may run them as one
+        graph.expand(t);
+    }
+    beta = ggml_sigmoid(ctx, beta);
+    g = ggml_add(ctx, g, l.ssm_dt_bias);
     g = ggml_mul(ctx, ggml_softplus(ctx, g), l.ssm_a);
     beta = ggml_reshape_3d(ctx, beta, 1, hv, n);
     g = ggml_reshape_3d(ctx, g, 1, hv, n);
