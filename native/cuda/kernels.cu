@@ -27,8 +27,8 @@ namespace {
 
 std::atomic<bool> enabled{true};
 
-enum Kind { kind_matmul, kind_float_matmul, kind_attention, kind_norm, kind_gate, kind_gated_norm, kind_delta_gates, kind_conv, n_kinds };
-constexpr std::array<const char *, n_kinds> kind_names = {"matmul", "float matmul", "attention", "norm", "gate", "gated norm", "delta gates", "convolution"};
+enum Kind { kind_matmul, kind_float_matmul, kind_attention, kind_norm, kind_gate, kind_gated_norm, kind_delta_gates, kind_conv, kind_argmax, n_kinds };
+constexpr std::array<const char *, n_kinds> kind_names = {"matmul", "float matmul", "attention", "norm", "gate", "gated norm", "delta gates", "convolution", "argmax"};
 std::array<std::atomic<int64_t>, n_kinds> taken{};
 
 /// What the kernels of one stream share. Made at its first use; captured graphs hold its addresses.
@@ -37,6 +37,8 @@ struct Scratch {
     int64_t largest_k = 0;
     float * partials = nullptr; // of attention
     size_t partial_floats = 0;
+    float * copies = nullptr; // of inputs whose memory ggml has given to outputs
+    size_t copy_bytes = 0;
     std::vector<void *> memory; // all that was taken from the device
 };
 
@@ -212,6 +214,12 @@ bool is_rows(const ggml_tensor * t) {
 
 bool is_vector(const ggml_tensor * t, int64_t n) { return contiguous_floats(t) && ggml_nelements(t) == n; }
 
+/// Whether two tensors share memory.
+bool overlap(const ggml_tensor * x, const ggml_tensor * y) {
+    const auto *a = static_cast<const char *>(x->data), *b = static_cast<const char *>(y->data);
+    return a < b + ggml_nbytes(y) && b < a + ggml_nbytes(x);
+}
+
 /// Whether writing `out` could destroy what is still to be read of `in`. The same rows in place are harmless.
 bool clashes(const ggml_tensor * out, const ggml_tensor * in) {
     const auto *a = static_cast<const char *>(out->data), *b = static_cast<const char *>(in->data);
@@ -367,6 +375,37 @@ int take_attention(int device, cudaStream_t stream, ggml_cgraph * graph, int nod
     return 1;
 }
 
+/// Copies of the inputs of one fused run of nodes. Its nodes run as one, so an output must not lie where another block
+/// still reads; ggml's allocator, which thinks of them one by one, may put it there.
+class Copies {
+  public:
+    Copies(Scratch & scratch, cudaStream_t stream) : scratch_(scratch), stream_(stream) {}
+    /// The values of `t`, contiguous; null when no memory is left.
+    const float * copy(const ggml_tensor * t) {
+        const size_t bytes = (ggml_nbytes(t) + 255) / 256 * 256;
+        if (used_ == 0 && bytes + room_for_more > scratch_.copy_bytes) {
+            void * memory = nullptr;
+            if (!allocate(scratch_, &memory, bytes + room_for_more)) {
+                return nullptr;
+            }
+            scratch_.copies = static_cast<float *>(memory);
+            scratch_.copy_bytes = bytes + room_for_more;
+        }
+        if (used_ + bytes > scratch_.copy_bytes) {
+            return nullptr;
+        }
+        float * to = scratch_.copies + used_ / sizeof(float);
+        used_ += bytes;
+        return launched(cudaMemcpyAsync(to, t->data, ggml_nbytes(t), cudaMemcpyDeviceToDevice, stream_)) ? to : nullptr;
+    }
+
+  private:
+    static constexpr size_t room_for_more = size_t{1} << 20;
+    Scratch & scratch_;
+    cudaStream_t stream_;
+    size_t used_ = 0;
+};
+
 /// Whether the product that follows reads `rows` packed; then there is room for them.
 bool is_packed_next(Scratch & scratch, ggml_cgraph * graph, int node, const ggml_tensor * rows) {
     std::array<ggml_tensor *, 1> next{};
@@ -503,7 +542,7 @@ int take_gated_norm(int device, cudaStream_t stream, ggml_cgraph * graph, int no
     if (x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->nb[1] != static_cast<size_t>(head) * sizeof(float) ||
         x->nb[2] % 16 != 0 || x->ne[3] != 1 || x->ne[2] > device_facts().most_rows || !contiguous_floats(z) ||
         !contiguous_floats(t[3]) || !ggml_are_same_shape(t[3], x) || !ggml_are_same_shape(z, x) || !is_vector(weight, head) ||
-        (head != 64 && head != 128) || k > largest_k || clashes(t[3], z) || clashes(t[3], x)) {
+        (head != 64 && head != 128) || k > largest_k) {
         return 0;
     }
     Scratch * scratch = scratch_of(device, stream);
@@ -513,14 +552,20 @@ int take_gated_norm(int device, cudaStream_t stream, ggml_cgraph * graph, int no
     float eps = 0.0f;
     std::memcpy(&eps, t[0]->op_params, sizeof(eps));
     const RowPlan plan = plan_rows(*scratch, graph, end, t[3], k);
+    Copies copies(*scratch, stream);
+    const float * x_values = clashes(t[3], x) ? copies.copy(x) : floats(x);
+    const float * z_values = clashes(t[3], z) ? copies.copy(z) : floats(z);
+    if (x_values == nullptr || z_values == nullptr) {
+        return 0;
+    }
     return took(kind_gated_norm, plan,
-                gated_norm(floats(x), static_cast<int64_t>(x->nb[2] / sizeof(float)), floats(z), floats(weight), eps,
+                gated_norm(x_values, static_cast<int64_t>(x->nb[2] / sizeof(float)), z_values, floats(weight), eps,
                            static_cast<int>(head), plan.output, plan.scratch, stream),
                 end - node);
 }
 
 /// softplus(a + bias) * rate, and sigmoid(b).
-int take_delta_gates(cudaStream_t stream, ggml_cgraph * graph, int node) {
+int take_delta_gates(int device, cudaStream_t stream, ggml_cgraph * graph, int node) {
     std::array<ggml_tensor *, 4> t{};
     int end = 0;
     if (!next_nodes(graph, node, t, end) || !is_unary(t[1], GGML_UNARY_OP_SOFTPLUS) || t[1]->src[0] != t[0] ||
@@ -531,18 +576,27 @@ int take_delta_gates(cudaStream_t stream, ggml_cgraph * graph, int node) {
     const int64_t heads = a->ne[0], n_rows = a->ne[1];
     if (!contiguous_floats(a) || !contiguous_floats(b) || !ggml_are_same_shape(a, b) || a->ne[2] != 1 || a->ne[3] != 1 ||
         n_rows > device_facts().most_rows || !is_vector(bias, heads) || !is_vector(rate, heads) ||
-        !contiguous_floats(t[2]) || !contiguous_floats(t[3]) || clashes(t[2], a) || clashes(t[2], b) || clashes(t[3], a) ||
-        clashes(t[3], b)) {
+        !contiguous_floats(t[2]) || !contiguous_floats(t[3])) {
+        return 0;
+    }
+    Scratch * scratch = scratch_of(device, stream);
+    if (scratch == nullptr) {
+        return 0;
+    }
+    Copies copies(*scratch, stream);
+    const float * a_values = clashes(t[2], a) || clashes(t[3], a) ? copies.copy(a) : floats(a);
+    const float * b_values = clashes(t[2], b) || clashes(t[3], b) ? copies.copy(b) : floats(b);
+    if (a_values == nullptr || b_values == nullptr) {
         return 0;
     }
     return took(kind_delta_gates, {},
-                delta_gates(floats(a), floats(bias), floats(rate), floats(t[2]), floats(b), floats(t[3]),
+                delta_gates(a_values, floats(bias), floats(rate), floats(t[2]), b_values, floats(t[3]),
                             static_cast<int>(n_rows), static_cast<int>(heads), stream),
                 end - node);
 }
 
 /// The convolution of a DeltaNet layer, in the form that moves the state on and in the one that keeps the window.
-int take_conv(cudaStream_t stream, ggml_cgraph * graph, int node) {
+int take_conv(int device, cudaStream_t stream, ggml_cgraph * graph, int node) {
     std::array<ggml_tensor *, 6> t{};
     int end = 0;
     if (!next_nodes(graph, node, t, end)) {
@@ -588,12 +642,20 @@ int take_conv(cudaStream_t stream, ggml_cgraph * graph, int node) {
         active->ne[1] != n_rows || (head != 64 && head != 128) || channels % head != 0 || heads->view_src != active ||
         heads->view_offs != 0 || heads->nb[1] != static_cast<size_t>(head) * sizeof(float) ||
         heads->nb[2] != active->nb[1] || n_normed * head > channels || !contiguous_floats(scale) ||
-        clashes(active, rows) || clashes(scale, rows) || scale->data == rows->data || clashes(scale, state) ||
-        clashes(active, state) || (keeps && (clashes(concat, rows) || concat->data == rows->data))) {
+        overlap(scale, state) || overlap(active, state)) {
+        return 0;
+    }
+    Scratch * scratch = scratch_of(device, stream);
+    if (scratch == nullptr) {
+        return 0;
+    }
+    Copies copies(*scratch, stream);
+    const bool shared = overlap(active, rows) || overlap(scale, rows) || (keeps && overlap(concat, rows));
+    a.rows = shared ? copies.copy(rows) : floats(rows);
+    if (a.rows == nullptr) {
         return 0;
     }
     a.state = floats(state);
-    a.rows = floats(rows);
     a.taps = floats(taps);
     a.window = keeps ? floats(concat) : nullptr;
     a.new_state = keeps ? nullptr : static_cast<float *>(state->data);
@@ -604,6 +666,24 @@ int take_conv(cudaStream_t stream, ggml_cgraph * graph, int node) {
     a.head = static_cast<int>(head);
     a.n_normed = static_cast<int>(n_normed);
     return took(kind_conv, {}, delta_conv(a, stream), end - node);
+}
+
+/// The likeliest token of each row, by a few blocks instead of one.
+int take_argmax(int device, cudaStream_t stream, ggml_cgraph * graph, int node) {
+    ggml_tensor * t = ggml_graph_node(graph, node);
+    const ggml_tensor * x = t->src[0];
+    if (!contiguous_floats(x) || x->ne[2] != 1 || x->ne[3] != 1 || x->ne[1] > max_rows || x->ne[0] < 4096 ||
+        x->ne[0] > 1 << 30 || t->type != GGML_TYPE_I32) {
+        return 0;
+    }
+    Scratch * scratch = scratch_of(device, stream);
+    const auto n_rows = static_cast<int>(x->ne[1]);
+    if (scratch == nullptr || argmax_scratch_bytes(max_rows) > partial_bytes(1) ||
+        !launched(argmax_rows(floats(x), x->ne[0], n_rows, static_cast<int32_t *>(t->data), scratch->matmul.partials, stream))) {
+        return 0;
+    }
+    ++taken[kind_argmax];
+    return 1;
 }
 
 int hook(int device, void * stream, ggml_cgraph * graph, int node) {
@@ -621,14 +701,15 @@ int hook(int device, void * stream, ggml_cgraph * graph, int node) {
         case GGML_OP_FLASH_ATTN_EXT: return take_attention(device, s, graph, node);
         case GGML_OP_ADD: {
             const int n = take_norm(device, s, graph, node);
-            return n > 0 ? n : take_delta_gates(s, graph, node);
+            return n > 0 ? n : take_delta_gates(device, s, graph, node);
         }
         case GGML_OP_RMS_NORM: {
             const int n = take_gated_norm(device, s, graph, node);
             return n > 0 ? n : take_norm(device, s, graph, node);
         }
+        case GGML_OP_ARGMAX: return take_argmax(device, s, graph, node);
         case GGML_OP_GLU: return take_swiglu(device, s, graph, node);
-        case GGML_OP_CONCAT: return take_conv(s, graph, node);
+        case GGML_OP_CONCAT: return take_conv(device, s, graph, node);
         case GGML_OP_UNARY:
             return is_unary(t, GGML_UNARY_OP_SIGMOID) ? take_sigmoid_gate(device, s, graph, node) : 0;
         default: return 0;

@@ -8,8 +8,8 @@
 namespace dflash::cuda {
 namespace {
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return __frcp_rn(1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 __device__ __forceinline__ float4 load_4(const float * p) { return *reinterpret_cast<const float4 *>(p); }
@@ -168,86 +168,144 @@ __global__ void delta_gates_kernel(const float * a, const float * bias, const fl
 }
 
 constexpr int history = 3;
+constexpr int conv_rows = 4; // of a warp
 
-/// A warp takes a head's channels, `width` to a lane, and rows_per_warp rows.
 template <int width>
-__global__ void delta_conv_kernel(const ConvArgs args, int rows_per_warp) {
+struct alignas(4 * width) Channels {
+    float v[width];
+};
+
+/// A warp takes a head's channels, `width` to a lane, and conv_rows rows.
+template <int width>
+__global__ void delta_conv_kernel(const ConvArgs args) {
+    using Lane = Channels<width>;
     wait_for_earlier_kernels();
     let_next_kernel_start();
-    const int lane = threadIdx.x, head = blockIdx.x, first = blockIdx.y * rows_per_warp;
+    const int lane = threadIdx.x, head = blockIdx.x, first = blockIdx.y * conv_rows;
     const int channel = head * width * 32 + lane * width;
-    const auto column = [&](int i, int w) { // of the window
-        return i < history ? args.state[static_cast<size_t>(i) * args.channels + channel + w]
-                           : args.rows[static_cast<size_t>(i - history) * args.channels + channel + w];
+    const auto at = [&](auto * base, int row) {
+        return reinterpret_cast<Lane *>(const_cast<float *>(base) + static_cast<size_t>(row) * args.channels + channel);
     };
-    float taps[width][4], past[width][history];
+    const auto column = [&](int i) { // of the window
+        return i < history ? *at(args.state, i) : *at(args.rows, min(i - history, args.n_rows - 1));
+    };
+    Lane window[history + conv_rows], newest[history], taps[4];
+#pragma unroll
+    for (int i = 0; i < history + conv_rows; ++i) {
+        window[i] = column(first + i);
+    }
+    float4 own_taps[width];
 #pragma unroll
     for (int w = 0; w < width; ++w) {
+        own_taps[w] = load_4(args.taps + static_cast<size_t>(channel + w) * 4);
+        taps[0].v[w] = own_taps[w].x, taps[1].v[w] = own_taps[w].y;
+        taps[2].v[w] = own_taps[w].z, taps[3].v[w] = own_taps[w].w;
+    }
+    if (first == 0) {
+        if (args.new_state != nullptr) {
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            taps[w][t] = args.taps[static_cast<size_t>(channel + w) * 4 + t];
+            for (int t = 0; t < history; ++t) {
+                newest[t] = column(args.n_rows + t);
+            }
+#pragma unroll
+            for (int t = 0; t < history; ++t) { // no other warp reads the old state of these channels
+                *at(args.new_state, t) = newest[t];
+            }
         }
+        if (args.window != nullptr) {
 #pragma unroll
-        for (int t = 0; t < history; ++t) {
-            past[w][t] = column(first + t, w);
-            if (args.window != nullptr && first == 0) {
-                args.window[static_cast<size_t>(t) * args.channels + channel + w] = past[w][t];
+            for (int t = 0; t < history; ++t) {
+                *at(args.window, t) = window[t];
             }
         }
     }
-    if (args.new_state != nullptr && first == 0) {
-        // Only this warp reads the old state of its channels, and it has.
-        float last[width][history];
 #pragma unroll
-        for (int w = 0; w < width; ++w) {
-#pragma unroll
-            for (int t = 0; t < history; ++t) {
-                last[w][t] = column(args.n_rows + t, w);
-            }
+    for (int r = 0; r < conv_rows; ++r) {
+        const int row = first + r;
+        if (row >= args.n_rows) {
+            break;
         }
-#pragma unroll
-        for (int w = 0; w < width; ++w) {
-#pragma unroll
-            for (int t = 0; t < history; ++t) {
-                args.new_state[static_cast<size_t>(t) * args.channels + channel + w] = last[w][t];
-            }
+        if (args.window != nullptr) {
+            *at(args.window, history + row) = window[history + r];
         }
-    }
-    const bool normed = head < args.n_normed;
-    for (int row = first; row < min(first + rows_per_warp, args.n_rows); ++row) {
-        float y[width];
+        Lane y;
         float squares = 0.0f;
 #pragma unroll
         for (int w = 0; w < width; ++w) {
-            const float now = args.rows[static_cast<size_t>(row) * args.channels + channel + w];
-            if (args.window != nullptr) {
-                args.window[static_cast<size_t>(history + row) * args.channels + channel + w] = now;
-            }
-            float sum = past[w][0] * taps[w][0];
-            sum = fmaf(past[w][1], taps[w][1], sum);
-            sum = fmaf(past[w][2], taps[w][2], sum);
-            sum = fmaf(now, taps[w][3], sum);
-            past[w][0] = past[w][1];
-            past[w][1] = past[w][2];
-            past[w][2] = now;
-            y[w] = silu(sum);
-            args.mixed[static_cast<size_t>(row) * args.channels + channel + w] = y[w];
-            squares = fmaf(y[w], y[w], squares);
+            float sum = window[r].v[w] * taps[0].v[w];
+            sum = fmaf(window[r + 1].v[w], taps[1].v[w], sum);
+            sum = fmaf(window[r + 2].v[w], taps[2].v[w], sum);
+            sum = fmaf(window[r + 3].v[w], taps[3].v[w], sum);
+            y.v[w] = silu(sum);
+            squares = fmaf(y.v[w], y.v[w], squares);
         }
-        if (normed) {
+        *at(args.mixed, row) = y;
+        if (head < args.n_normed) {
 #pragma unroll
             for (int offset = 16; offset > 0; offset /= 2) {
                 squares += __shfl_xor_sync(~0u, squares, offset);
             }
             const float factor = rsqrtf(squares / (width * 32) + args.eps) * args.scale;
-            float * to = args.normed + (static_cast<size_t>(row) * args.n_normed + head) * (width * 32) + lane * width;
 #pragma unroll
             for (int w = 0; w < width; ++w) {
-                to[w] = y[w] * factor;
+                y.v[w] *= factor;
             }
+            float * to = args.normed + (static_cast<size_t>(row) * args.n_normed + head) * (width * 32) + lane * width;
+            *reinterpret_cast<Lane *>(to) = y;
         }
     }
 }
+
+constexpr int argmax_blocks = 32; // of a row
+constexpr int argmax_threads = 256;
+
+struct Best {
+    float value;
+    int index;
+};
+__device__ __forceinline__ Best better(Best a, Best b) {
+    return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
+}
+
+__global__ void __launch_bounds__(argmax_threads) argmax_kernel(const float * x, long long n, Best * best) {
+    __shared__ Best shared[argmax_threads / 32];
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    const float * row = x + blockIdx.y * n;
+    const long long first = blockIdx.x * n / argmax_blocks, end = (blockIdx.x + 1) * n / argmax_blocks;
+    Best mine = {-INFINITY, static_cast<int>(first)};
+    for (long long i = first + threadIdx.x; i < end; i += argmax_threads) {
+        mine = better(mine, {row[i], static_cast<int>(i)});
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        mine = better(mine, {__shfl_xor_sync(~0u, mine.value, offset), __shfl_xor_sync(~0u, mine.index, offset)});
+    }
+    if (threadIdx.x % 32 == 0) {
+        shared[threadIdx.x / 32] = mine;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < argmax_threads / 32; ++i) {
+            mine = better(mine, shared[i]);
+        }
+        best[blockIdx.y * argmax_blocks + blockIdx.x] = mine;
+    }
+}
+
+__global__ void argmax_finish_kernel(const Best * best, int32_t * out) {
+    wait_for_earlier_kernels();
+    let_next_kernel_start();
+    Best mine = best[blockIdx.x * argmax_blocks + threadIdx.x];
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        mine = better(mine, {__shfl_xor_sync(~0u, mine.value, offset), __shfl_xor_sync(~0u, mine.index, offset)});
+    }
+    if (threadIdx.x == 0) {
+        out[blockIdx.x] = mine.index;
+    }
+}
+static_assert(argmax_blocks == 32, "one warp finishes a row");
 
 Rows rows_of(const RowOutput & output, const MatmulScratch & scratch) {
     return {output.out, output.n_rows, output.k, pack_target(scratch, output.n_rows, output.k)};
@@ -312,12 +370,21 @@ cudaError_t delta_conv(const ConvArgs & args, cudaStream_t stream) {
     if ((args.head != 64 && args.head != 128) || args.channels % args.head != 0) {
         return cudaErrorInvalidValue;
     }
-    // In place, a row may only be replaced once the rows behind it have been computed: one warp then takes all.
-    const int per_warp = args.mixed == args.rows ? args.n_rows : 8;
     const dim3 grid(static_cast<unsigned>(args.channels / args.head),
-                    static_cast<unsigned>((args.n_rows + per_warp - 1) / per_warp));
-    return args.head == 64 ? launch(delta_conv_kernel<2>, grid, dim3(32), 0, stream, args, per_warp)
-                           : launch(delta_conv_kernel<4>, grid, dim3(32), 0, stream, args, per_warp);
+                    static_cast<unsigned>((args.n_rows + conv_rows - 1) / conv_rows));
+    return args.head == 64 ? launch(delta_conv_kernel<2>, grid, dim3(32), 0, stream, args)
+                           : launch(delta_conv_kernel<4>, grid, dim3(32), 0, stream, args);
+}
+
+size_t argmax_scratch_bytes(int n_rows) { return static_cast<size_t>(n_rows) * argmax_blocks * sizeof(Best); }
+
+cudaError_t argmax_rows(const float * x, int64_t n, int n_rows, int32_t * out, void * scratch, cudaStream_t stream) {
+    auto * best = static_cast<Best *>(scratch);
+    const cudaError_t error = launch(argmax_kernel, dim3(argmax_blocks, static_cast<unsigned>(n_rows)), dim3(argmax_threads),
+                                     0, stream, x, static_cast<long long>(n), best);
+    return error != cudaSuccess ? error
+                                : launch(argmax_finish_kernel, dim3(static_cast<unsigned>(n_rows)), dim3(argmax_blocks), 0,
+                                         stream, static_cast<const Best *>(best), out);
 }
 
 } // namespace dflash::cuda

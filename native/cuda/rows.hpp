@@ -43,11 +43,15 @@ struct ConvArgs {
     const float * taps = nullptr;  // [channels, 4]
     float * window = nullptr;      // [3 + n_rows, channels]: state and rows; null: not wanted
     float * new_state = nullptr;   // [3, channels]: the last three of the window; null: not wanted; may be `state`
-    float * mixed = nullptr;       // [n_rows, channels], after SiLU; may be `rows`
+    float * mixed = nullptr;       // [n_rows, channels], after SiLU
     float * normed = nullptr;      // [n_rows, n_normed * head]: x / sqrt(mean(x^2) + eps) * scale of the first heads
     int n_rows = 0, channels = 0, head = 0, n_normed = 0;
     float eps = 0.0f, scale = 1.0f;
 };
 cudaError_t delta_conv(const ConvArgs & args, cudaStream_t stream);
+
+/// Index of the largest of each row's n values, the first of equals. scratch: argmax_scratch_bytes(n_rows).
+cudaError_t argmax_rows(const float * x, int64_t n, int n_rows, int32_t * out, void * scratch, cudaStream_t stream);
+size_t argmax_scratch_bytes(int n_rows);
 
 } // namespace dflash::cuda

@@ -13,7 +13,7 @@ constexpr int warps = 8;
 constexpr int warp_features = 16; // of one tensor-core tile
 constexpr int tile_features = warps * warp_features;
 constexpr int blocks_per_multiprocessor = 2;
-constexpr unsigned min_units = 4; // of a block
+constexpr unsigned min_units = 2; // of a block
 
 struct Args {
     MatmulPart part[max_parts];
