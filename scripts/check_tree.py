@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # A folder includes itself and those before it.
-NATIVE_LAYERS = ["base", "ggmlx", "gguf", "model", "state", "graph", "decode", "engine", "capi"]
+NATIVE_LAYERS = ["base", "cuda", "ggmlx", "gguf", "model", "state", "graph", "decode", "engine", "capi"]
 # Folders that see nothing of ggml: base stands below it, capi only translates between C and C++.
 WITHOUT_GGML = {"base", "capi"}
 

@@ -47,12 +47,10 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void * from, bool rea
 }
 
 /// Bytes of a row in shared memory: 16 more than the row, so that eight rows fall on different banks.
-template <int head_dim>
-constexpr int row_bytes = head_dim * 2 + 16;
+template <int head_dim> constexpr int row_bytes = head_dim * 2 + 16;
 constexpr int weight_row_bytes = attention_run * 2 + 16;
 
-template <int head_dim>
-constexpr size_t shared_bytes(int tiles) {
+template <int head_dim> constexpr size_t shared_bytes(int tiles) {
     return static_cast<size_t>(attention_run) * row_bytes<head_dim> +
            static_cast<size_t>(tiles) * tile_queries * (row_bytes<head_dim> + weight_row_bytes);
 }
@@ -92,8 +90,8 @@ __global__ void __launch_bounds__(warps * 32, 1) attention_kernel(const __grid_c
 
 #pragma unroll
     for (int i = 0; i < groups; ++i) {
-        load_group<head_dim>(rows + i * group_positions * row_bytes<head_dim>, k, a.k_position, first + i * group_positions,
-                             a.n_kv);
+        load_group<head_dim>(rows + i * group_positions * row_bytes<head_dim>, k, a.k_position,
+                             first + i * group_positions, a.n_kv);
     }
     for (int i = threadIdx.x; i < tiles * tile_queries * (head_dim / 2); i += warps * 32) {
         const int query = i / (head_dim / 2), d = i % (head_dim / 2) * 2, index = first_query + query;
@@ -130,8 +128,8 @@ __global__ void __launch_bounds__(warps * 32, 1) attention_kernel(const __grid_c
             }
         }
         __syncthreads();
-        load_group<head_dim>(rows + i * group_positions * row_bytes<head_dim>, v, a.v_position, first + i * group_positions,
-                             a.n_kv);
+        load_group<head_dim>(rows + i * group_positions * row_bytes<head_dim>, v, a.v_position,
+                             first + i * group_positions, a.n_kv);
     }
 
     // Softmax over the run. Lane (g, t) holds queries g and g + 8, positions 2 t and 2 t + 1 of its warp's eight.
@@ -271,8 +269,7 @@ __global__ void combine_kernel(const float * partials, float * out, long long ve
     out[vector * head_dim + d] = sum * (1.0f / total);
 }
 
-template <int head_dim, int tiles>
-cudaError_t launch_tiles(const Args & args, cudaStream_t stream) {
+template <int head_dim, int tiles> cudaError_t launch_tiles(const Args & args, cudaStream_t stream) {
     auto * kernel = attention_kernel<head_dim, tiles>;
     constexpr size_t bytes = shared_bytes<head_dim>(tiles);
     static const cudaError_t allowed =
@@ -286,8 +283,7 @@ cudaError_t launch_tiles(const Args & args, cudaStream_t stream) {
     return launch(kernel, grid, dim3(warps * 32), bytes, stream, args);
 }
 
-template <int head_dim>
-cudaError_t launch_head(const Args & args, int n_multiprocessors, cudaStream_t stream) {
+template <int head_dim> cudaError_t launch_head(const Args & args, int n_multiprocessors, cudaStream_t stream) {
     // As many tiles to a block as leave every multiprocessor a block: each block reads K and V anew.
     const int tiles = (args.n_queries + tile_queries - 1) / tile_queries;
     const int blocks = args.n_runs * args.a.n_head_kv;
@@ -300,7 +296,9 @@ cudaError_t launch_head(const Args & args, int n_multiprocessors, cudaStream_t s
 
 } // namespace
 
-bool attention_supports(int head_dim) { return head_dim == 64 || head_dim == 128 || head_dim == 256; }
+bool attention_supports(int head_dim) {
+    return head_dim == 64 || head_dim == 128 || head_dim == 256;
+}
 
 size_t attention_partial_floats(int n_rows, int n_head, int head_dim, int n_kv) {
     const size_t runs = static_cast<size_t>((n_kv + attention_run - 1) / attention_run);
@@ -315,15 +313,23 @@ cudaError_t attention(const AttentionArgs & a, int n_multiprocessors, cudaStream
     args.n_runs = (a.n_kv + attention_run - 1) / attention_run;
     cudaError_t error = cudaErrorInvalidValue;
     switch (a.head_dim) {
-        case 64: error = launch_head<64>(args, n_multiprocessors, stream); break;
-        case 128: error = launch_head<128>(args, n_multiprocessors, stream); break;
-        case 256: error = launch_head<256>(args, n_multiprocessors, stream); break;
-        default: break;
+    case 64:
+        error = launch_head<64>(args, n_multiprocessors, stream);
+        break;
+    case 128:
+        error = launch_head<128>(args, n_multiprocessors, stream);
+        break;
+    case 256:
+        error = launch_head<256>(args, n_multiprocessors, stream);
+        break;
+    default:
+        break;
     }
     if (error == cudaSuccess && args.n_runs > 1) {
         const int64_t vectors = int64_t{a.n_rows} * a.n_head;
-        error = launch(combine_kernel, dim3(static_cast<unsigned>(vectors)), dim3(static_cast<unsigned>(a.head_dim)), 0,
-                       stream, static_cast<const float *>(a.partials), a.out, static_cast<long long>(vectors), args.n_runs);
+        error =
+            launch(combine_kernel, dim3(static_cast<unsigned>(vectors)), dim3(static_cast<unsigned>(a.head_dim)), 0,
+                   stream, static_cast<const float *>(a.partials), a.out, static_cast<long long>(vectors), args.n_runs);
     }
     return error;
 }

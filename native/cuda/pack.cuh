@@ -19,7 +19,9 @@ struct PackTarget {
     int units;
 };
 
-inline int row_tiles_of(int n_rows) { return n_rows <= 8 ? 1 : n_rows <= 16 ? 2 : 4; }
+inline int row_tiles_of(int n_rows) {
+    return n_rows <= 8 ? 1 : n_rows <= 16 ? 2 : 4;
+}
 
 /// Blocks of a kernel that packs: every row of the tiles, the ones behind the last row as zeros.
 inline int padded_rows(int n_rows) {
@@ -37,7 +39,9 @@ inline PackTarget pack_target(const MatmulScratch & scratch, int n_rows, int k) 
 
 /// A thread holds the items threadIdx.x + i * blockDim.x: of each, four values from item_column() on and four more 32
 /// values later.
-__device__ __forceinline__ int item_column(int item) { return item / 32 * unit_weights + item / 8 % 4 * 64 + item % 8 * 4; }
+__device__ __forceinline__ int item_column(int item) {
+    return item / 32 * unit_weights + item / 8 % 4 * 64 + item % 8 * 4;
+}
 
 template <typename Combine>
 __device__ __forceinline__ float block_reduce(float value, float neutral, float * shared, Combine combine) {
@@ -60,8 +64,8 @@ __device__ __forceinline__ float block_reduce(float value, float neutral, float 
 
 /// Packs row `row`, whose values the block's threads hold. A row is scaled by a power of two, so that its largest value
 /// lies in [128, 256): half precision then holds every value that matters, and the product is scaled back exactly.
-__device__ __forceinline__ void pack_row(const float4 (&value)[pack_items][2], int row, int n_rows, const PackTarget & to,
-                                         float * shared) {
+__device__ __forceinline__ void pack_row(const float4 (&value)[pack_items][2], int row, int n_rows,
+                                         const PackTarget & to, float * shared) {
     float most = 0.0f;
 #pragma unroll
     for (int i = 0; i < pack_items; ++i) {
@@ -80,7 +84,8 @@ __device__ __forceinline__ void pack_row(const float4 (&value)[pack_items][2], i
         to.row_scale[row] = down;
     }
     const int slab = row / max_rows, j = row % max_rows / 8, g = row % 8;
-    auto * packed = reinterpret_cast<uint4 *>(to.packed + static_cast<size_t>(slab) * to.units * (max_rows / 8) * x_bytes);
+    auto * packed =
+        reinterpret_cast<uint4 *>(to.packed + static_cast<size_t>(slab) * to.units * (max_rows / 8) * x_bytes);
 #pragma unroll
     for (int i = 0; i < pack_items; ++i) {
         const int item = threadIdx.x + i * blockDim.x;

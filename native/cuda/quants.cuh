@@ -17,8 +17,12 @@ struct HalfPairs {
     uint32_t second[2]; // step p + 8
 };
 
-__device__ __forceinline__ uint32_t bits(__half2 h) { return *reinterpret_cast<uint32_t *>(&h); }
-__device__ __forceinline__ __half2 as_half2(uint32_t b) { return *reinterpret_cast<__half2 *>(&b); }
+__device__ __forceinline__ uint32_t bits(__half2 h) {
+    return *reinterpret_cast<uint32_t *>(&h);
+}
+__device__ __forceinline__ __half2 as_half2(uint32_t b) {
+    return *reinterpret_cast<__half2 *>(&b);
+}
 __device__ __forceinline__ float half_bits_to_float(uint32_t b) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(b)));
 }
@@ -52,7 +56,9 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_
     return out;
 }
 /// Small unsigned integers in the low bits of both halves, as floating point: 1024 + u is exact in half precision.
-__device__ __forceinline__ uint32_t biased(uint32_t x, uint32_t mask) { return masked_or(x, mask, 0x64006400u); }
+__device__ __forceinline__ uint32_t biased(uint32_t x, uint32_t mask) {
+    return masked_or(x, mask, 0x64006400u);
+}
 
 /// (u - zero) * scale for both halves.
 __device__ __forceinline__ uint32_t scaled(uint32_t u, uint32_t zero, __half2 scale) {
@@ -70,8 +76,7 @@ __device__ __forceinline__ void scaled_bytes(uint32_t bytes, uint32_t zero, __ha
 }
 
 /// n words of shared memory that start at any even byte.
-template <int n>
-__device__ __forceinline__ void shared_words(uint32_t at, uint32_t * out) {
+template <int n> __device__ __forceinline__ void shared_words(uint32_t at, uint32_t * out) {
     const uint32_t first = at & ~3u, shift = (at & 2u) * 8;
     uint32_t word = shared_32(first);
 #pragma unroll
@@ -86,7 +91,8 @@ __device__ __forceinline__ void shared_words(uint32_t at, uint32_t * out) {
 struct PackedScales {
     __half2 scale[2];
     __half2 offset[2];
-    /// header: d and dmin as halves, then 12 bytes; blocks 2 t and 2 t + 1. The offset also takes `bias` off every code.
+    /// header: d and dmin as halves, then 12 bytes; blocks 2 t and 2 t + 1. The offset also takes `bias` off every
+    /// code.
     __device__ __forceinline__ void read(uint4 header, int t, float bias) {
         const __half2 d = as_half2(header.x);
         const uint32_t low = header.y, mid = header.z, high = header.w;
@@ -122,7 +128,7 @@ __device__ __forceinline__ uint32_t looked_up(uint32_t x, const ByteTable & tabl
 
 struct Q4K {
     static constexpr int unit_bytes = 144; // of 256 weights
-    static constexpr int step_units = 2; // copied at once
+    static constexpr int step_units = 2;   // copied at once
     static constexpr bool aligned = true;  // every row and unit starts at a multiple of 16 bytes
     PackedScales s;
     uint32_t q[8];
@@ -300,7 +306,8 @@ struct NVFP4 {
     __half2 scale[4]; // of the lane's four runs of 16
     uint32_t q[8];
     __device__ __forceinline__ void load(uint32_t row, int t) {
-        // 4 bytes of scales (unsigned, 4 bits of exponent, 3 of mantissa), then 4 runs of 8 bytes with weights i and 8 + i.
+        // 4 bytes of scales (unsigned, 4 bits of exponent, 3 of mantissa), then 4 runs of 8 bytes with weights i and 8
+        // + i.
         const uint32_t scales = shared_32(row + 36 * t);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

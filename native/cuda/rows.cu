@@ -8,20 +8,28 @@
 namespace dflash::cuda {
 namespace {
 
-__device__ __forceinline__ float sigmoid(float x) { return __frcp_rn(1.0f + __expf(-x)); }
-__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+__device__ __forceinline__ float sigmoid(float x) {
+    return __frcp_rn(1.0f + __expf(-x));
+}
+__device__ __forceinline__ float silu(float x) {
+    return x * sigmoid(x);
+}
+__device__ __forceinline__ float softplus(float x) {
+    return x > 20.0f ? x : log1pf(expf(x));
+}
 
-__device__ __forceinline__ float4 load_4(const float * p) { return *reinterpret_cast<const float4 *>(p); }
-__device__ __forceinline__ void store_4(float * p, float4 v) { *reinterpret_cast<float4 *>(p) = v; }
-template <typename F>
-__device__ __forceinline__ float4 map(float4 a, float4 b, F f) {
+__device__ __forceinline__ float4 load_4(const float * p) {
+    return *reinterpret_cast<const float4 *>(p);
+}
+__device__ __forceinline__ void store_4(float * p, float4 v) {
+    *reinterpret_cast<float4 *>(p) = v;
+}
+template <typename F> __device__ __forceinline__ float4 map(float4 a, float4 b, F f) {
     return make_float4(f(a.x, b.x), f(a.y, b.y), f(a.z, b.z), f(a.w, b.w));
 }
 
 /// Calls f(i, h, column) for each run of four values that this thread holds of a row of k.
-template <typename F>
-__device__ __forceinline__ void each_run(int k, F f) {
+template <typename F> __device__ __forceinline__ void each_run(int k, F f) {
 #pragma unroll
     for (int i = 0; i < pack_items; ++i) {
         const int item = threadIdx.x + i * blockDim.x;
@@ -53,8 +61,8 @@ __global__ void __launch_bounds__(pack_threads) pack_kernel(const float * x, lon
     pack_row(value, row, rows.n_rows, rows.pack, shared);
 }
 
-__global__ void __launch_bounds__(pack_threads) add_norm_kernel(const float * a, const float * b, float * sum,
-                                                                const float * weight, float eps, Rows rows) {
+__global__ void __launch_bounds__(pack_threads)
+    add_norm_kernel(const float * a, const float * b, float * sum, const float * weight, float eps, Rows rows) {
     __shared__ float shared[32];
     wait_for_earlier_kernels();
     let_next_kernel_start();
@@ -79,7 +87,8 @@ __global__ void __launch_bounds__(pack_threads) add_norm_kernel(const float * a,
             if (b != nullptr) {
                 store_4(sum + at + column, value[i][h]);
             }
-            const float4 v = map(value[i][h], load_4(weight + column), [factor](float x, float w) { return x * factor * w; });
+            const float4 v =
+                map(value[i][h], load_4(weight + column), [factor](float x, float w) { return x * factor * w; });
             value[i][h] = v;
             store_4(rows.out + at + column, v);
         });
@@ -99,9 +108,8 @@ __global__ void __launch_bounds__(pack_threads) gate_kernel(const float * gate, 
     float4 value[pack_items][2] = {};
     if (row < rows.n_rows) {
         each_run(rows.k, [&](int i, int h, int column) {
-            const float4 v = map(load_4(gate + at + column), load_4(other + at + column), [](float x, float y) {
-                return kind == Gate::swiglu ? silu(x) * y : y * sigmoid(x);
-            });
+            const float4 v = map(load_4(gate + at + column), load_4(other + at + column),
+                                 [](float x, float y) { return kind == Gate::swiglu ? silu(x) * y : y * sigmoid(x); });
             value[i][h] = v;
             store_4(rows.out + at + column, v);
         });
@@ -113,8 +121,8 @@ __global__ void __launch_bounds__(pack_threads) gate_kernel(const float * gate, 
 
 /// 16 or 8 neighbouring threads hold a head of 128 or 64 values.
 template <int head>
-__global__ void __launch_bounds__(pack_threads) gated_norm_kernel(const float * x, long long x_row, const float * z,
-                                                                  const float * weight, float eps, Rows rows) {
+__global__ void __launch_bounds__(pack_threads)
+    gated_norm_kernel(const float * x, long long x_row, const float * z, const float * weight, float eps, Rows rows) {
     __shared__ float shared[32];
     wait_for_earlier_kernels();
     let_next_kernel_start();
@@ -170,14 +178,12 @@ __global__ void delta_gates_kernel(const float * a, const float * bias, const fl
 constexpr int history = 3;
 constexpr int conv_rows = 4; // of a warp
 
-template <int width>
-struct alignas(4 * width) Channels {
+template <int width> struct alignas(4 * width) Channels {
     float v[width];
 };
 
 /// A warp takes a head's channels, `width` to a lane, and conv_rows rows.
-template <int width>
-__global__ void delta_conv_kernel(const ConvArgs args) {
+template <int width> __global__ void delta_conv_kernel(const ConvArgs args) {
     using Lane = Channels<width>;
     wait_for_earlier_kernels();
     let_next_kernel_start();
@@ -323,8 +329,8 @@ cudaError_t pack_activations(const float * x, int64_t row_stride, int n_rows, in
     if (!fits(output)) {
         return cudaErrorInvalidValue;
     }
-    return launch(pack_kernel, dim3(static_cast<unsigned>(padded_rows(n_rows))), dim3(row_threads(output.k)), 0, stream, x,
-                  static_cast<long long>(row_stride), rows_of(output, scratch));
+    return launch(pack_kernel, dim3(static_cast<unsigned>(padded_rows(n_rows))), dim3(row_threads(output.k)), 0, stream,
+                  x, static_cast<long long>(row_stride), rows_of(output, scratch));
 }
 
 cudaError_t add_norm(const float * a, const float * b, float * sum, const float * weight, float eps,
@@ -332,8 +338,8 @@ cudaError_t add_norm(const float * a, const float * b, float * sum, const float 
     if (!fits(output)) {
         return cudaErrorInvalidValue;
     }
-    return launch(add_norm_kernel, dim3(static_cast<unsigned>(padded_rows(output.n_rows))), dim3(row_threads(output.k)), 0,
-                  stream, a, b, sum, weight, eps, rows_of(output, scratch));
+    return launch(add_norm_kernel, dim3(static_cast<unsigned>(padded_rows(output.n_rows))), dim3(row_threads(output.k)),
+                  0, stream, a, b, sum, weight, eps, rows_of(output, scratch));
 }
 
 cudaError_t gate_rows(Gate kind, const float * gate, const float * value, const RowOutput & output,
@@ -359,11 +365,11 @@ cudaError_t gated_norm(const float * x, int64_t x_row, const float * z, const fl
                       : launch(gated_norm_kernel<128>, grid, block, 0, stream, x, stride, z, weight, eps, rows);
 }
 
-cudaError_t delta_gates(const float * a, const float * bias, const float * rate, float * g, const float * b, float * beta,
-                        int n_rows, int n_heads, cudaStream_t stream) {
+cudaError_t delta_gates(const float * a, const float * bias, const float * rate, float * g, const float * b,
+                        float * beta, int n_rows, int n_heads, cudaStream_t stream) {
     const int n = n_rows * n_heads, threads = 128;
-    return launch(delta_gates_kernel, dim3(static_cast<unsigned>((n + threads - 1) / threads)), dim3(threads), 0, stream, a,
-                  bias, rate, g, b, beta, n, n_heads);
+    return launch(delta_gates_kernel, dim3(static_cast<unsigned>((n + threads - 1) / threads)), dim3(threads), 0,
+                  stream, a, bias, rate, g, b, beta, n, n_heads);
 }
 
 cudaError_t delta_conv(const ConvArgs & args, cudaStream_t stream) {
@@ -376,15 +382,17 @@ cudaError_t delta_conv(const ConvArgs & args, cudaStream_t stream) {
                            : launch(delta_conv_kernel<4>, grid, dim3(32), 0, stream, args);
 }
 
-size_t argmax_scratch_bytes(int n_rows) { return static_cast<size_t>(n_rows) * argmax_blocks * sizeof(Best); }
+size_t argmax_scratch_bytes(int n_rows) {
+    return static_cast<size_t>(n_rows) * argmax_blocks * sizeof(Best);
+}
 
 cudaError_t argmax_rows(const float * x, int64_t n, int n_rows, int32_t * out, void * scratch, cudaStream_t stream) {
     auto * best = static_cast<Best *>(scratch);
-    const cudaError_t error = launch(argmax_kernel, dim3(argmax_blocks, static_cast<unsigned>(n_rows)), dim3(argmax_threads),
-                                     0, stream, x, static_cast<long long>(n), best);
+    const cudaError_t error = launch(argmax_kernel, dim3(argmax_blocks, static_cast<unsigned>(n_rows)),
+                                     dim3(argmax_threads), 0, stream, x, static_cast<long long>(n), best);
     return error != cudaSuccess ? error
-                                : launch(argmax_finish_kernel, dim3(static_cast<unsigned>(n_rows)), dim3(argmax_blocks), 0,
-                                         stream, static_cast<const Best *>(best), out);
+                                : launch(argmax_finish_kernel, dim3(static_cast<unsigned>(n_rows)), dim3(argmax_blocks),
+                                         0, stream, static_cast<const Best *>(best), out);
 }
 
 } // namespace dflash::cuda

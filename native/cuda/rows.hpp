@@ -33,8 +33,8 @@ cudaError_t gated_norm(const float * x, int64_t x_row, const float * z, const fl
                        const RowOutput & output, const MatmulScratch & scratch, cudaStream_t stream);
 
 /// beta = sigmoid(b); g = softplus(a + bias) * rate; [n_rows, n_heads] each.
-cudaError_t delta_gates(const float * a, const float * bias, const float * rate, float * g, const float * b, float * beta,
-                        int n_rows, int n_heads, cudaStream_t stream);
+cudaError_t delta_gates(const float * a, const float * bias, const float * rate, float * g, const float * b,
+                        float * beta, int n_rows, int n_heads, cudaStream_t stream);
 
 /// The causal convolution of a DeltaNet layer and what follows it: 4 taps, SiLU, norm of the query and key heads.
 struct ConvArgs {

@@ -36,30 +36,28 @@ __device__ __forceinline__ void copy_16(uint32_t to, const uint8_t * from) {
 __device__ __forceinline__ void copy_16(uint32_t to, const uint8_t * from, int valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid));
 }
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;"); }
-template <int pending>
-__device__ __forceinline__ void wait_groups() {
+__device__ __forceinline__ void close_group() {
+    asm volatile("cp.async.commit_group;");
+}
+template <int pending> __device__ __forceinline__ void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending));
 }
 
 /// c[16 features, 8 rows] += a[16, 16] b[16, 8]
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <class Quant>
-constexpr int step_bytes = Quant::unit_bytes * Quant::step_units;
+template <class Quant> constexpr int step_bytes = Quant::unit_bytes * Quant::step_units;
 /// Of 16 bytes, for one row's step. Where rows may begin anywhere, whole sectors of the second-level cache around it.
 template <class Quant>
 constexpr int slot_pieces = Quant::aligned ? step_bytes<Quant> / 16 : (step_bytes<Quant> + 30 + 31) / 32 * 2;
-template <class Quant>
-constexpr int warp_stage_bytes = warp_features * slot_pieces<Quant> * 16;
+template <class Quant> constexpr int warp_stage_bytes = warp_features * slot_pieces<Quant> * 16;
 
 /// As deep as the blocks of a multiprocessor can be beside each other and some first-level cache.
-template <class Quant>
-constexpr int stages = std::min(6, 80 * 1024 / (warps * warp_stage_bytes<Quant>));
+template <class Quant> constexpr int stages = std::min(6, 80 * 1024 / (warps * warp_stage_bytes<Quant>));
 
 __device__ __forceinline__ int part_of(const Args & args, unsigned tile) {
     int part = 0;
@@ -79,7 +77,8 @@ struct WarpRows {
         const int feature = static_cast<int>(tile - args.first_tile[p]) * tile_features + warp * warp_features;
         const int end = args.part[p].n_features - 1;
         last = max(0, end - feature);
-        base = static_cast<const uint8_t *>(args.part[p].weights) + static_cast<size_t>(min(feature, end)) * args.row_bytes;
+        base = static_cast<const uint8_t *>(args.part[p].weights) +
+               static_cast<size_t>(min(feature, end)) * args.row_bytes;
     }
     __device__ __forceinline__ const uint8_t * row(const Args & args, int r) const {
         return base + static_cast<size_t>(min(r, last)) * args.row_bytes;
@@ -87,11 +86,9 @@ struct WarpRows {
 };
 
 /// Copies a warp's weights, step after step and tile after tile, into shared memory.
-template <class Quant, bool aligned = Quant::aligned>
-struct Loader;
+template <class Quant, bool aligned = Quant::aligned> struct Loader;
 
-template <class Quant>
-struct Loader<Quant, true> {
+template <class Quant> struct Loader<Quant, true> {
     static constexpr int pieces = slot_pieces<Quant>, copies = (warp_features * pieces + 31) / 32;
     const uint8_t * from[copies];
     int left; // bytes from here to the end of a row
@@ -101,7 +98,8 @@ struct Loader<Quant, true> {
 #pragma unroll
         for (int i = 0; i < copies; ++i) {
             const int piece = min(lane + 32 * i, warp_features * pieces - 1);
-            from[i] = rows.row(args, piece / pieces) + (piece % pieces) * 16 + static_cast<size_t>(step) * step_bytes<Quant>;
+            from[i] =
+                rows.row(args, piece / pieces) + (piece % pieces) * 16 + static_cast<size_t>(step) * step_bytes<Quant>;
         }
         left = static_cast<int>(args.row_bytes - static_cast<size_t>(step) * step_bytes<Quant>);
     }
@@ -118,7 +116,8 @@ struct Loader<Quant, true> {
             for (int i = 0; i < copies; ++i) {
                 if (lane + 32 * i < warp_features * pieces) {
                     const bool inside = (lane + 32 * i) % pieces * 16 < left;
-                    copy_16(stage + (lane + 32 * i) * 16, inside ? from[i] : from[i] - step_bytes<Quant> / 2, inside ? 16 : 0);
+                    copy_16(stage + (lane + 32 * i) * 16, inside ? from[i] : from[i] - step_bytes<Quant> / 2,
+                            inside ? 16 : 0);
                 }
             }
         }
@@ -136,8 +135,7 @@ struct Loader<Quant, true> {
 };
 
 /// Rows of any even alignment: the copy starts at the sector in which the step begins. Eight lanes share a row.
-template <class Quant>
-struct Loader<Quant, false> {
+template <class Quant> struct Loader<Quant, false> {
     static constexpr int pieces = slot_pieces<Quant>;
     const uint8_t * from[4];
     int left; // bytes from here to the end of a row
@@ -243,8 +241,7 @@ __device__ __forceinline__ void finish_tile(const Args & args, unsigned tile, un
     }
     const int p = part_of(args, tile);
     const int n_features = args.part[p].n_features;
-    const int feature =
-        static_cast<int>(tile - args.first_tile[p]) * tile_features + warp * warp_features + lane / 4;
+    const int feature = static_cast<int>(tile - args.first_tile[p]) * tile_features + warp * warp_features + lane / 4;
     float * out = args.part[p].out;
 #pragma unroll
     for (int j = 0; j < row_tiles; ++j) {
@@ -260,7 +257,8 @@ __device__ __forceinline__ void finish_tile(const Args & args, unsigned tile, un
 
 /// The steps of all tiles are dealt to the blocks in equal runs, so that every multiprocessor reads equally much.
 template <class Quant, int row_tiles>
-__global__ void __launch_bounds__(warps * 32, blocks_per_multiprocessor) rows_matmul_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(warps * 32, blocks_per_multiprocessor)
+    rows_matmul_kernel(const __grid_constant__ Args args) {
     constexpr int depth = stages<Quant>;
     constexpr uint32_t stage_bytes = warp_stage_bytes<Quant>;
     extern __shared__ __align__(128) uint8_t shared[];
@@ -309,8 +307,8 @@ __global__ void __launch_bounds__(warps * 32, blocks_per_multiprocessor) rows_ma
                 misaligned[1] = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(w.row(args, lane / 4 + 8)));
                 new_tile = false;
             }
-            rows[0] += (misaligned[0] + step * step_bytes<Quant>) & 31;
-            rows[1] += (misaligned[1] + step * step_bytes<Quant>) & 31;
+            rows[0] += (misaligned[0] + step * step_bytes<Quant>)&31;
+            rows[1] += (misaligned[1] + step * step_bytes<Quant>)&31;
         }
 #pragma unroll
         for (unsigned u = 0; u < Quant::step_units; ++u) {
@@ -320,7 +318,8 @@ __global__ void __launch_bounds__(warps * 32, blocks_per_multiprocessor) rows_ma
             }
             // The block's warps read the same activations at about the same time: the first-level cache serves all but
             // one of them.
-            const auto * x = reinterpret_cast<const uint4 *>(args.x + static_cast<size_t>(unit) * (row_tiles * x_bytes)) + lane;
+            const auto * x =
+                reinterpret_cast<const uint4 *>(args.x + static_cast<size_t>(unit) * (row_tiles * x_bytes)) + lane;
             Quant upper, lower;
             upper.load(rows[0] + u * Quant::unit_bytes, lane % 4);
             lower.load(rows[1] + u * Quant::unit_bytes, lane % 4);
@@ -362,8 +361,7 @@ __global__ void __launch_bounds__(warps * 32, blocks_per_multiprocessor) rows_ma
     }
 }
 
-template <class Quant, int row_tiles>
-cudaError_t launch_matmul(Args args, int n_multiprocessors, cudaStream_t stream) {
+template <class Quant, int row_tiles> cudaError_t launch_matmul(Args args, int n_multiprocessors, cudaStream_t stream) {
     constexpr int bytes = stages<Quant> * warps * warp_stage_bytes<Quant>;
     auto * kernel = rows_matmul_kernel<Quant, row_tiles>;
     static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -381,17 +379,23 @@ cudaError_t launch_matmul(Args args, int n_multiprocessors, cudaStream_t stream)
     return launch(kernel, dim3(blocks), dim3(warps * 32), bytes, stream, args);
 }
 
-template <class Quant>
-cudaError_t launch_for_rows(const Args & args, int n_multiprocessors, cudaStream_t stream) {
+template <class Quant> cudaError_t launch_for_rows(const Args & args, int n_multiprocessors, cudaStream_t stream) {
     switch (args.row_tiles) {
-        case 1: return launch_matmul<Quant, 1>(args, n_multiprocessors, stream);
-        case 2: return launch_matmul<Quant, 2>(args, n_multiprocessors, stream);
-        default: return launch_matmul<Quant, 4>(args, n_multiprocessors, stream);
+    case 1:
+        return launch_matmul<Quant, 1>(args, n_multiprocessors, stream);
+    case 2:
+        return launch_matmul<Quant, 2>(args, n_multiprocessors, stream);
+    default:
+        return launch_matmul<Quant, 4>(args, n_multiprocessors, stream);
     }
 }
 
-__device__ __forceinline__ float weight_at(const float * w, int64_t i) { return w[i]; }
-__device__ __forceinline__ float weight_at(const __half * w, int64_t i) { return __half2float(w[i]); }
+__device__ __forceinline__ float weight_at(const float * w, int64_t i) {
+    return w[i];
+}
+__device__ __forceinline__ float weight_at(const __half * w, int64_t i) {
+    return __half2float(w[i]);
+}
 __device__ __forceinline__ float weight_at(const unsigned short * w, int64_t i) { // bfloat16
     return __uint_as_float(static_cast<unsigned>(w[i]) << 16);
 }
@@ -401,9 +405,9 @@ constexpr int float_rows = 8; // of one pass
 
 /// One block for each feature and eight rows: each thread sums every 128th product, then the sums are added pairwise.
 template <typename W>
-__global__ void __launch_bounds__(float_threads) float_matmul_kernel(const W * weights, const float * x,
-                                                                     long long row_stride, float * out, int n_features,
-                                                                     int k, int n_rows) {
+__global__ void __launch_bounds__(float_threads)
+    float_matmul_kernel(const W * weights, const float * x, long long row_stride, float * out, int n_features, int k,
+                        int n_rows) {
     __shared__ float partial[float_rows][float_threads / 32];
     let_next_kernel_start();
     wait_for_earlier_kernels();
@@ -442,13 +446,20 @@ __global__ void __launch_bounds__(float_threads) float_matmul_kernel(const W * w
 
 cudaError_t launch_type(WeightType type, const Args & args, int n_multiprocessors, cudaStream_t stream) {
     switch (type) {
-        case WeightType::q4_k: return launch_for_rows<Q4K>(args, n_multiprocessors, stream);
-        case WeightType::q5_k: return launch_for_rows<Q5K>(args, n_multiprocessors, stream);
-        case WeightType::q6_k: return launch_for_rows<Q6K>(args, n_multiprocessors, stream);
-        case WeightType::q8_0: return launch_for_rows<Q80>(args, n_multiprocessors, stream);
-        case WeightType::q4_0: return launch_for_rows<Q40>(args, n_multiprocessors, stream);
-        case WeightType::iq4_xs: return launch_for_rows<IQ4XS>(args, n_multiprocessors, stream);
-        case WeightType::nvfp4: return launch_for_rows<NVFP4>(args, n_multiprocessors, stream);
+    case WeightType::q4_k:
+        return launch_for_rows<Q4K>(args, n_multiprocessors, stream);
+    case WeightType::q5_k:
+        return launch_for_rows<Q5K>(args, n_multiprocessors, stream);
+    case WeightType::q6_k:
+        return launch_for_rows<Q6K>(args, n_multiprocessors, stream);
+    case WeightType::q8_0:
+        return launch_for_rows<Q80>(args, n_multiprocessors, stream);
+    case WeightType::q4_0:
+        return launch_for_rows<Q40>(args, n_multiprocessors, stream);
+    case WeightType::iq4_xs:
+        return launch_for_rows<IQ4XS>(args, n_multiprocessors, stream);
+    case WeightType::nvfp4:
+        return launch_for_rows<NVFP4>(args, n_multiprocessors, stream);
     }
     return cudaErrorInvalidValue;
 }
@@ -513,16 +524,17 @@ cudaError_t float_matmul(int type, const void * weights, const float * x, int64_
     const auto stride = static_cast<long long>(row_stride);
     const int kk = static_cast<int>(k);
     switch (type) {
-        case 0:
-            return launch(float_matmul_kernel<float>, grid, dim3(float_threads), 0, stream,
-                          static_cast<const float *>(weights), x, stride, out, n_features, kk, n_rows);
-        case 1:
-            return launch(float_matmul_kernel<__half>, grid, dim3(float_threads), 0, stream,
-                          static_cast<const __half *>(weights), x, stride, out, n_features, kk, n_rows);
-        case 2:
-            return launch(float_matmul_kernel<unsigned short>, grid, dim3(float_threads), 0, stream,
-                          static_cast<const unsigned short *>(weights), x, stride, out, n_features, kk, n_rows);
-        default: return cudaErrorInvalidValue;
+    case 0:
+        return launch(float_matmul_kernel<float>, grid, dim3(float_threads), 0, stream,
+                      static_cast<const float *>(weights), x, stride, out, n_features, kk, n_rows);
+    case 1:
+        return launch(float_matmul_kernel<__half>, grid, dim3(float_threads), 0, stream,
+                      static_cast<const __half *>(weights), x, stride, out, n_features, kk, n_rows);
+    case 2:
+        return launch(float_matmul_kernel<unsigned short>, grid, dim3(float_threads), 0, stream,
+                      static_cast<const unsigned short *>(weights), x, stride, out, n_features, kk, n_rows);
+    default:
+        return cudaErrorInvalidValue;
     }
 }
 

@@ -1,8 +1,9 @@
 #pragma once
 
-// y = W x for a few rows of x (32 at a time), W quantised as in a GGUF file. Each row's result has the same bits whatever
-// the number of rows and wherever the row stands among them: weights and activations become half precision, products
-// are summed in float32 by tensor cores, and the order of the sum depends on the shape of W and the device alone.
+// y = W x for a few rows of x (32 at a time), W quantised as in a GGUF file. Each row's result has the same bits
+// whatever the number of rows and wherever the row stands among them: weights and activations become half precision,
+// products are summed in float32 by tensor cores, and the order of the sum depends on the shape of W and the device
+// alone.
 
 #include <cuda_runtime.h>
 
