@@ -27,6 +27,7 @@ from pydflash.errors import (
 )
 from pydflash.gguf_file import GgufFile, GgufTensor
 from pydflash.options import CacheOptions, EngineOptions, SamplingOptions
+from pydflash.prefix_snapshot import PrefixSnapshot, SnapshotPart
 from pydflash.results import (
     DecoderStats,
     GenerationResult,
@@ -36,6 +37,7 @@ from pydflash.results import (
     StreamEvent,
     TokenLogprobs,
 )
+from pydflash.snapshot_info import SnapshotInfo
 from pydflash.target_cache import CacheState, ForwardResult, TargetCache
 from pydflash.target_cache_plan import CachePlan
 from pydflash.target_model import TargetConfig, TargetModel
@@ -74,11 +76,14 @@ __all__ = [
     "NotFoundError",
     "OutOfMemoryError",
     "PoisonedError",
+    "PrefixSnapshot",
     "Progress",
     "Proposal",
     "PydflashError",
     "SamplingOptions",
+    "SnapshotInfo",
     "SnapshotMismatchError",
+    "SnapshotPart",
     "StepResult",
     "StreamEvent",
     "TargetCache",

@@ -365,6 +365,10 @@ class TargetCache(NativeHandle):
             check(lib.dflash_target_cache_restore_state(ptr, err), err, "target_cache_restore_state")
             self._verify_serial += 1
 
+    def _note_changed(self) -> None:
+        """Someone else changed what it holds: a verify made before is stale."""
+        self._verify_serial += 1
+
     @property
     def last_logits(self) -> FloatArray | None:
         """Logits of the newest token, float32 [n_vocab]; None when the last call did not compute them."""

@@ -11,6 +11,8 @@
 
 namespace dflash {
 
+class HostMemoryPool;
+
 struct DeviceInfo {
     std::string name;        // "CPU", "CUDA0", ...
     std::string description; // as the backend reports it
@@ -32,6 +34,7 @@ class Device {
     ~Device();
     Device(const Device &) = delete;
     Device & operator=(const Device &) = delete;
+    ~Device();
 
     ggml_backend_t backend() const { return backend_.get(); }
     ggml_backend_buffer_type_t buffer_type() const { return ggml_backend_get_default_buffer_type(backend_.get()); }
@@ -43,11 +46,13 @@ class Device {
     std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock<std::recursive_mutex>(mutex_); }
     /// Waits until everything queued on this device is done.
     void synchronize() { ggml_backend_synchronize(backend_.get()); }
+    HostMemoryPool & host_memory() { return *host_memory_; }
 
   private:
-    Device() = default;
+    Device();
 
     ggml_backend_ptr backend_;
+    std::unique_ptr<HostMemoryPool> host_memory_;
     std::string name_;
     bool is_cpu_ = false;
     bool holds_kernels_ = false; // a share of the CUDA kernels' memory
