@@ -174,6 +174,22 @@ class Decoder(NativeHandle):
             status = lib.dflash_decoder_feed(ptr, c_ids, len(tokens), call.function, call.user, err)
             call.check(status, err, "decoder_feed")
 
+    def drop_anchor(self) -> None:
+        """Forget the token that was emitted and not consumed: the next ones come right behind what the cache holds.
+
+        What is pending is committed first.
+        """
+        with self._use() as (ptr, err):
+            check(lib.dflash_decoder_drop_anchor(ptr, err), err, "decoder_drop_anchor")
+
+    def catch_up(self) -> None:
+        """Let the drafter read the features that wait for it, so that a snapshot needs none of them.
+
+        They wait while decoding plainly. Errors of the drafter as in step().
+        """
+        with self._use() as (ptr, err):
+            check(lib.dflash_decoder_catch_up(ptr, err), err, "decoder_catch_up")
+
     def restore(self, snapshot: PrefixSnapshot) -> None:
         """Go on from a snapshot that knows its tokens: cache, context and history are replaced.
 

@@ -105,7 +105,10 @@ class SnapshotInfo:
         theta = values["rope_theta"]
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not math.isfinite(theta):
             raise FormatError(f"rope_theta is {theta!r:.80}, expected a finite number")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        fields: dict[str, Any] = {}
+        for name, value in values.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**fields)
 
     @classmethod
     def from_c(cls, info: CData) -> SnapshotInfo:

@@ -365,6 +365,11 @@ class TargetCache(NativeHandle):
             check(lib.dflash_target_cache_restore_state(ptr, err), err, "target_cache_restore_state")
             self._verify_serial += 1
 
+    @property
+    def n_changes(self) -> int:
+        """Calls of this object that changed what it holds; those of a decoder do not count."""
+        return self._verify_serial
+
     def _note_changed(self) -> None:
         """Someone else changed what it holds: a verify made before is stale."""
         self._verify_serial += 1

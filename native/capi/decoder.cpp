@@ -161,6 +161,20 @@ dflash_status dflash_decoder_feed(dflash_decoder * decoder, const int32_t * ids,
     });
 }
 
+dflash_status dflash_decoder_drop_anchor(dflash_decoder * decoder, dflash_error * err) {
+    return guard(err, [&] {
+        const UseAll use(decoder);
+        use->decoder->drop_anchor();
+    });
+}
+
+dflash_status dflash_decoder_catch_up(dflash_decoder * decoder, dflash_error * err) {
+    return guard(err, [&] {
+        const UseAll use(decoder);
+        use->decoder->catch_up();
+    });
+}
+
 dflash_status dflash_decoder_restore(dflash_decoder * decoder, const dflash_prefix_snapshot * snapshot,
                                      dflash_error * err) {
     return guard(err, [&] {

@@ -755,6 +755,10 @@ DFLASH_API dflash_status dflash_decoder_begin(dflash_decoder * decoder, const df
 /* Appends part of a prompt whose rest follows; draws nothing. */
 DFLASH_API dflash_status dflash_decoder_feed(dflash_decoder * decoder, const int32_t * ids, int64_t n,
                                              dflash_progress_fn progress, void * user, dflash_error * err);
+/* Forgets the token that is still to be consumed; what is pending is committed first. */
+DFLASH_API dflash_status dflash_decoder_drop_anchor(dflash_decoder * decoder, dflash_error * err);
+/* Lets the drafter read features that wait for it, so that a snapshot needs none of them. */
+DFLASH_API dflash_status dflash_decoder_catch_up(dflash_decoder * decoder, dflash_error * err);
 /* Puts a snapshot that knows its tokens into cache and context, and goes on from there; errors as
  * dflash_prefix_snapshot_restore. */
 DFLASH_API dflash_status dflash_decoder_restore(dflash_decoder * decoder, const dflash_prefix_snapshot * snapshot,

@@ -330,6 +330,24 @@ void Decoder::count(const StepResult & r) {
     }
 }
 
+void Decoder::drop_anchor() {
+    settle();
+    if (has_anchor_) {
+        history_->truncate(cache_.position());
+        has_anchor_ = false;
+    }
+}
+
+void Decoder::catch_up() {
+    if (has_drafter()) {
+        try {
+            append_features();
+        } catch (const Error & error) {
+            disable_draft(error);
+        }
+    }
+}
+
 void Decoder::reset() {
     target_.forget_outcome();
     target_.clear_poison();

@@ -73,6 +73,10 @@ class Decoder {
     /// consumed. Negative: all of it. After this the cache, its features and the drafter agree on position(), and the
     /// last kept token is the anchor again. No-op when nothing is pending.
     void settle(int64_t n_keep = -1);
+    /// Forgets the anchor: the next tokens come right behind what the cache holds. Commits what is pending first.
+    void drop_anchor();
+    /// Lets the drafter read the features that wait for it while decoding plainly, so that a snapshot needs none.
+    void catch_up();
     /// Forgets the sequence: cache, drafter, history.
     void reset();
     /// After the cache was changed from outside (restore): the tokens it now holds. The drafter starts at `draft_from`
