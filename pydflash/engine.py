@@ -25,16 +25,11 @@ from pydflash.decoder import Decoder
 from pydflash.draft_context import DraftContext
 from pydflash.draft_feature_mirror import DraftFeatureMirror
 from pydflash.draft_model import DraftModel
+from pydflash.engine_prefix import EnginePrefix
 from pydflash.errors import BusyError, CapacityError, ClosedError, InvalidArgumentError
 from pydflash.generate import Request, collect
 from pydflash.options import EngineOptions, SamplingOptions
-from pydflash.prefix_cache import PrefixCache
-from pydflash.prefix_folder import PrefixFolder
-from pydflash.prefix_keys import state_key_of_cache
-from pydflash.prefix_snapshot import PrefixSnapshot
-from pydflash.prefix_store import PrefixStore
 from pydflash.results import GenerationResult, GenerationStats, Progress, StreamEvent
-from pydflash.sequence_prefix import SequencePrefix
 from pydflash.target_cache import TargetCache
 from pydflash.target_model import TargetModel
 from pydflash.text import ChatTemplate, Tokenizer
@@ -50,10 +45,9 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | npt.NDArray[np.int
 ProgressFn: TypeAlias = Callable[[Progress], object]
 
 _SEED_BITS: Final = 64
-_MESSAGE_START: Final = "<|im_start|>"
 
 
-class Engine:
+class Engine(EnginePrefix):
     """Answers requests, one at a time. A prompt that begins like an earlier one, or its answer, goes on from there.
 
     Holds a target and its cache, and with a drafter also the drafter, its context and, where it runs on another device,
@@ -120,17 +114,7 @@ class Engine:
         self._policy = None if draft is None else WidthPolicy(self._decoder.max_width)
         if self._policy is not None:
             warm_up(self._decoder, self._policy, options.n_ctx)
-        self._prefix_cache = _prefix_cache_of(target, draft, options, self._cache, context)
-        if self._prefix_cache is not None:
-            resources.callback(self._prefix_cache.close)
-        self._prefix = SequencePrefix(
-            self._decoder,
-            self._prefix_cache,
-            chunk=options.prefill_chunk,
-            interval=options.prefix_interval,
-            message_ids=_message_ids(self._tokenizer),
-        )
-        self._store = None if options.save_directory is None else PrefixStore(options.save_directory, target, draft)
+        self._open_prefix(resources, context)
         self._stats: GenerationStats | None = None
         self._running = threading.Lock()
         self._cancelled = threading.Event()
@@ -260,16 +244,6 @@ class Engine:
     def chat_template(self) -> ChatTemplate | None:
         """The chat template of the target's file; None if it has none."""
         return self._template
-
-    @property
-    def prefix_cache(self) -> PrefixCache | None:
-        """Snapshots of prompts and answers, for all sequences over these models; None if the options say so."""
-        return self._prefix_cache
-
-    @property
-    def snapshots(self) -> tuple[PrefixSnapshot, ...]:
-        """What the prefix cache has in memory, the one that was used least recently first."""
-        return () if self._prefix_cache is None else tuple(self._prefix_cache)
 
     @property
     def width_policy(self) -> WidthPolicy | None:
@@ -444,28 +418,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the Engine is closed")
-
-
-def _prefix_cache_of(
-    target: TargetModel,
-    draft: DraftModel | None,
-    options: EngineOptions,
-    cache: TargetCache,
-    context: DraftContext | None,
-) -> PrefixCache | None:
-    if not options.prefix_cache:
-        return None
-    state_key = state_key_of_cache(cache, context)
-    folder = None
-    if options.prefix_directory is not None:
-        limit = options.prefix_directory_bytes
-        folder = PrefixFolder(options.prefix_directory, state_key, target, draft, limit)
-    return PrefixCache(state_key, max_bytes=options.prefix_bytes, folder=folder)
-
-
-def _message_ids(tokenizer: Tokenizer) -> list[int]:
-    """The control token that a message begins with in this family's templates, if the vocabulary has it."""
-    return [i for i in tokenizer.special_ids if tokenizer.piece(i) == _MESSAGE_START]
 
 
 def _default_template(tokenizer: Tokenizer) -> ChatTemplate | None:

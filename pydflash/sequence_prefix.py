@@ -173,6 +173,58 @@ class SequencePrefix:
         self.stay()
         return own
 
+    def snapshot(self) -> PrefixSnapshot:
+        """A snapshot of what the decoder holds now, kept or not; a step that is pending is committed first.
+
+        Raises:
+            InvalidArgumentError: it holds nothing.
+        """
+        decoder = self._decoder
+        decoder.settle()
+        position = decoder.cache.position
+        if self._newest is not None and self._newest.position == position:
+            return self._newest
+        decoder.catch_up()
+        return PrefixSnapshot.take(decoder.cache, decoder.draft_context, tokens=decoder.tokens[:position])
+
+    def restore(self, snapshot: PrefixSnapshot) -> None:
+        """Make the decoder hold what a snapshot does; errors are those of Decoder.restore()."""
+        self.forget()
+        self._decoder.restore(snapshot)
+        self._uses = True
+        self.stay()
+
+    def rewind(self, position: int) -> int:
+        """Make the decoder hold its first ``position`` tokens only; how many had to be evaluated for it.
+
+        A recurrent state cannot go back, so the nearest snapshot before is restored and the rest is fed again.
+
+        Raises:
+            InvalidArgumentError: the decoder holds fewer tokens.
+        """
+        decoder = self._decoder
+        decoder.drop_anchor()
+        held = decoder.cache.position
+        position = as_integer("position", position, 0, held)
+        if position == held:
+            return 0
+        tokens = decoder.tokens[:position]
+        found = None
+        if self._prefix_cache is not None and position > 0:
+            found, _ = self._prefix_cache.longest(tokens)
+        if found is None:
+            self.forget()
+            decoder.reset()
+        else:
+            self.restore(found)
+            self._newest = found
+        begin = 0 if found is None else found.position
+        if begin < position:
+            decoder.feed(tokens[begin:])
+        self._uses = True
+        self.stay()
+        return position - begin
+
     def stay(self) -> None:
         """The decoder is settled, and the next request may go on from what it holds, unless this one kept nothing."""
         self._live = self._decoder.cache.n_changes if self._uses else None
