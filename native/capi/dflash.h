@@ -107,11 +107,11 @@ DFLASH_API dflash_status dflash_log_take(int32_t * level, char * buffer, uint64_
  *   target_cache                           dflash_target_cache_new    its free       keeps its model alive
  *   draft_model                            dflash_draft_model_open    its free       keeps its target model alive
  *   draft_context, draft_feature_mirror    ..._new                    own free       keep their model or device alive
- *   prefix_snapshot                        dflash_prefix_snapshot_... its free       owns copied memory; its deltas
- * hold it decoder                                dflash_decoder_new         its free       keeps cache, context, mirror
- * alive arrays, strings, options, dflash_error caller                     caller         the call only callback and
- * user pointer              caller                     caller         the call that received them Handles may be freed
- * in any order. Every ..._free takes NULL and closed handles.
+ *   prefix_snapshot                        ..._take, ..._import       its free       its deltas keep it alive
+ *   decoder                                dflash_decoder_new         its free       keeps cache, context, mirror alive
+ *   arrays, strings, options, dflash_error caller                     caller         the call only
+ *   callback and user pointer              caller                     caller         the call that received them
+ * Handles may be freed in any order. Every ..._free takes NULL and closed handles.
  */
 
 typedef struct dflash_gguf dflash_gguf;
