@@ -161,23 +161,23 @@ class PrefixCache:
         found = self.lookup(ids)
         return found.snapshot, found.n
 
-    def lookup(self, ids: TokenIds, *, limit: int | None = None) -> PrefixLookup:
+    def lookup(self, ids: TokenIds, *, limit: int | None = None, need_logits: bool = True) -> PrefixLookup:
         """The longest snapshot that a prompt can go on from, and why there is no longer one.
-
-        A snapshot of the whole prompt serves only if it has the logits behind its last token.
 
         Args:
             ids: the prompt.
             limit: most tokens of the snapshot; None: all.
+            need_logits: a snapshot of the whole prompt serves only if it has the logits behind its last token.
         """
         keys = PrefixKeys(self._state_key, ids, self._block_size)
+        bare = len(keys.ids) - 1 if need_logits else len(keys.ids)
         limit = len(keys.ids) if limit is None else min(as_integer("limit", limit, 0), len(keys.ids))
         with self._lock:
             self._counts["lookups"] += 1
-            found = self._longest_here(keys, limit)
+            found = self._longest_here(keys, limit, bare)
             reason = "" if found is not None else self._reason(keys, limit)
         n, source = (found.position, "memory") if found is not None else (0, "")
-        loaded, why = self._longest_on_disk(keys, n, limit)
+        loaded, why = self._longest_on_disk(keys, n, limit, bare)
         if loaded is not None:
             found, n, source, why = loaded, loaded.position, "disk", ""
             self._keep(loaded, keys)
@@ -235,13 +235,13 @@ class PrefixCache:
         self._folder = None
         self.clear()
 
-    def _longest_here(self, keys: PrefixKeys, limit: int) -> PrefixSnapshot | None:
+    def _longest_here(self, keys: PrefixKeys, limit: int, bare: int) -> PrefixSnapshot | None:
         for block in reversed(keys.blocks):
             best: tuple[int, str] | None = None
             for key in self._by_block.get(block, ()):
                 snapshot = self._entries[key].snapshot
                 n = snapshot.position
-                usable = n <= limit and (n < len(keys.ids) or snapshot.has_logits)
+                usable = n <= limit and (n <= bare or snapshot.has_logits)
                 if usable and (best is None or n > best[0]) and np.array_equal(snapshot.tokens, keys.ids[:n]):
                     best = (n, key)
             if best is not None:
@@ -249,7 +249,9 @@ class PrefixCache:
                 return self._entries[best[1]].snapshot
         return None
 
-    def _longest_on_disk(self, keys: PrefixKeys, above: int, limit: int) -> tuple[PrefixSnapshot | None, str]:
+    def _longest_on_disk(
+        self, keys: PrefixKeys, above: int, limit: int, bare: int
+    ) -> tuple[PrefixSnapshot | None, str]:
         """A longer one than what memory has, or why a file that looked like it was of no use."""
         folder, reason = self._folder, ""
         if folder is None:
@@ -264,7 +266,7 @@ class PrefixCache:
                 log.info("a file of the prefix cache is of no use: %s", error)
                 reason = reason or reason_of(error)
             else:
-                if position < len(keys.ids) or snapshot.has_logits:
+                if position <= bare or snapshot.has_logits:
                     return snapshot, ""
             limit = position - 1
         return None, reason

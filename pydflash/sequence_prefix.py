@@ -211,7 +211,7 @@ class SequencePrefix:
         tokens = decoder.tokens[:position]
         found = None
         if self._prefix_cache is not None and position > 0:
-            found, _ = self._prefix_cache.longest(tokens)
+            found = self._prefix_cache.lookup(tokens, need_logits=False).snapshot
         if found is None:
             self.forget()
             decoder.reset()
