@@ -18,7 +18,7 @@ from typing import Final
 from pydflash.draft_model import DraftModel
 from pydflash.errors import FormatError, NotFoundError, PydflashError, SnapshotMismatchError
 from pydflash.prefix_file import read_snapshot, remove_leftovers, write_snapshot
-from pydflash.prefix_keys import PrefixKeys
+from pydflash.prefix_keys import PrefixKeys, state_key_of_snapshot
 from pydflash.prefix_snapshot import PrefixSnapshot
 from pydflash.target_model import TargetModel
 
@@ -53,6 +53,7 @@ class PrefixFolder:
             OSError: it cannot be made.
         """
         self._directory = Path(directory)
+        self._state_key = state_key
         self._folder = self._directory / state_key
         self._target, self._draft, self._max_bytes = target, draft, max_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,8 @@ class PrefixFolder:
         files = {file.key: file for file in self._files(self._folder)}
         wanted = keys.key(position)
         snapshot = self._load(files, wanted, known, 0)
+        if state_key_of_snapshot(snapshot.info) != self._state_key:
+            raise SnapshotMismatchError(f"{files[wanted].path.name} is of another kind of cache than its folder says")
         if not _same_tokens(snapshot, keys, position):
             raise SnapshotMismatchError(f"{files[wanted].path.name} holds other tokens than its name says")
         return snapshot
@@ -165,8 +168,13 @@ class PrefixFolder:
             if not leaves:
                 return
             oldest = min(leaves, key=lambda file: sizes[file.path].st_mtime_ns)
-            with suppress(FileNotFoundError):
+            try:
                 oldest.path.unlink()
+            except FileNotFoundError:
+                continue  # another process was faster
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", oldest.path, error)
+                return
 
     def _folders(self) -> list[Path]:
         with suppress(OSError):
@@ -176,7 +184,7 @@ class PrefixFolder:
     @staticmethod
     def _files(folder: Path) -> list[_File]:
         files = []
-        with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 match = _NAME.fullmatch(entry.name)
                 if match:
