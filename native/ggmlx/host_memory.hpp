@@ -10,20 +10,39 @@
 
 namespace dflash {
 
-/// Keeps a few freed buffers for the next ones of about the same size: pinning memory takes as long as copying it.
+/// A piece of host memory: pinned by a device's driver, or pages of its own, which go back to the system when freed.
+class HostBlock {
+  public:
+    HostBlock() = default;
+    /// Empty when there is no memory.
+    HostBlock(const Device & device, uint64_t n_bytes);
+    HostBlock(HostBlock && other) noexcept;
+    HostBlock & operator=(HostBlock && other) noexcept;
+    ~HostBlock();
+
+    uint8_t * data() const { return data_; }
+    uint64_t size() const { return size_; }
+
+  private:
+    ggml_backend_buffer_ptr buffer_; // null: pages of our own
+    uint8_t * data_ = nullptr;
+    uint64_t size_ = 0;
+};
+
+/// Keeps a few freed blocks for the next ones of about the same size: pinning memory takes as long as copying it.
 /// Any thread.
 class HostMemoryPool {
   public:
     static constexpr size_t max_free = 2;
 
-    /// A free buffer of at least n_bytes and at most a quarter more, or null.
-    ggml_backend_buffer_ptr take(uint64_t n_bytes);
-    void give(ggml_backend_buffer_ptr buffer);
+    /// A free block of at least n_bytes and at most a quarter more, or an empty one.
+    HostBlock take(uint64_t n_bytes);
+    void give(HostBlock block);
     uint64_t free_bytes();
 
   private:
     std::mutex mutex_;
-    std::vector<ggml_backend_buffer_ptr> free_; // oldest first
+    std::vector<HostBlock> free_; // oldest first
 };
 
 /// Host memory that a device copies to and from: pinned where its driver can pin memory, else ordinary.
@@ -35,14 +54,13 @@ class HostMemory {
     HostMemory & operator=(const HostMemory &) = delete;
     ~HostMemory();
 
-    uint8_t * data() const { return data_; }
+    uint8_t * data() const { return block_.data(); }
     /// Bytes held, at least as many as were asked for.
-    uint64_t size() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
+    uint64_t size() const { return block_.size(); }
 
   private:
     std::shared_ptr<Device> device_;
-    ggml_backend_buffer_ptr buffer_;
-    uint8_t * data_ = nullptr;
+    HostBlock block_;
 };
 
 /// A point in a device's queue. On a device without events, marking it waits.
