@@ -55,6 +55,7 @@ class EnginePrefix:
             chunk=options.prefill_chunk,
             interval=options.prefix_interval,
             message_ids=_message_ids(self._tokenizer),
+            place=options.prefix_place,
         )
         folder = options.save_directory
         self._store = None if folder is None else PrefixStore(folder, self._target, self._draft)

@@ -28,6 +28,8 @@ DraftWeights: TypeAlias = Literal["file", "f32", "f16", "bf16", "q8_0"]
 """How a drafter's float matrices are stored; "file": as they are."""
 DraftFailure: TypeAlias = Literal["error", "autoregressive"]
 """What a failure of the drafter does: it is raised, or decoding goes on without the drafter and says so."""
+SnapshotPlace: TypeAlias = Literal["host", "device"]
+"""Where the bytes of a snapshot are: host memory (pinned where there is a GPU), or the target's device."""
 EmbeddingPlace: TypeAlias = Literal["device", "host"]
 """Where token embeddings are looked up."""
 
@@ -250,7 +252,8 @@ class EngineOptions:
             quantised in the file stay as they are.
         prefix_cache: True keeps snapshots of prompts and answers, so that a later prompt that begins with one goes on
             from there.
-        prefix_bytes: host memory for snapshots.
+        prefix_bytes: memory for snapshots.
+        prefix_place: where snapshots are: "host", or "device" for the memory of the target's device.
         prefix_directory: a folder for snapshots that outlive the process; None: memory only.
         prefix_directory_bytes: of the files in it.
         prefix_interval: tokens between snapshots while a long prompt is read.
@@ -278,6 +281,7 @@ class EngineOptions:
     draft_weights: Literal["auto"] | DraftWeights = "auto"
     prefix_cache: bool = True
     prefix_bytes: int = 4 << 30
+    prefix_place: SnapshotPlace = "host"
     prefix_directory: str | os.PathLike[str] | None = None
     prefix_directory_bytes: int = 16 << 30
     prefix_interval: int = 4096
@@ -317,4 +321,5 @@ _ENGINE_CHOICES: Final[Mapping[str, object]] = {
     "on_draft_failure": DraftFailure,
     "feature_type": FeatureType,
     "mirror_type": MirrorType,
+    "prefix_place": SnapshotPlace,
 }

@@ -161,31 +161,37 @@ class PrefixCache:
         found = self.lookup(ids)
         return found.snapshot, found.n
 
-    def lookup(self, ids: TokenIds, *, limit: int | None = None, need_logits: bool = True) -> PrefixLookup:
+    def lookup(
+        self, ids: TokenIds, *, above: int = 0, limit: int | None = None, need_logits: bool = True
+    ) -> PrefixLookup:
         """The longest snapshot that a prompt can go on from, and why there is no longer one.
 
         Args:
             ids: the prompt.
+            above: what the caller has already: only a longer snapshot is of use, and without one nothing is counted.
             limit: most tokens of the snapshot; None: all.
             need_logits: a snapshot of the whole prompt serves only if it has the logits behind its last token.
         """
         keys = PrefixKeys(self._state_key, ids, self._block_size)
         bare = len(keys.ids) - 1 if need_logits else len(keys.ids)
         limit = len(keys.ids) if limit is None else min(as_integer("limit", limit, 0), len(keys.ids))
+        above = as_integer("above", above, 0)
         with self._lock:
-            self._counts["lookups"] += 1
             found = self._longest_here(keys, limit, bare)
-            reason = "" if found is not None else self._reason(keys, limit)
+            if found is not None and found.position <= above:
+                found = None
+            reason = "" if found is not None or above else self._reason(keys, limit)
         n, source = (found.position, "memory") if found is not None else (0, "")
-        loaded, why = self._longest_on_disk(keys, n, limit, bare)
+        loaded, why = self._longest_on_disk(keys, max(n, above), limit, bare)
         if loaded is not None:
             found, n, source, why = loaded, loaded.position, "disk", ""
             self._keep(loaded, keys)
         reason = why or reason
         with self._lock:
-            if found is None:
+            self._counts["lookups"] += found is not None or above == 0
+            if found is None and above == 0:
                 self._misses[reason] += 1
-            else:
+            elif found is not None:
                 self._counts["hits"] += 1
                 self._counts["disk_hits"] += source == "disk"
                 self._counts["hit_tokens"] += n

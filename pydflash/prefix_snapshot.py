@@ -14,15 +14,13 @@ from pydflash._handle import NativeHandle, use_all
 from pydflash.draft_context import DraftContext
 from pydflash.draft_model import DraftModel
 from pydflash.errors import InvalidArgumentError, UnsupportedModelError
-from pydflash.options import as_choice, as_integer
+from pydflash.options import SnapshotPlace, as_choice, as_integer
 from pydflash.snapshot_info import SnapshotInfo, SnapshotKind
 from pydflash.target_cache import TargetCache
 from pydflash.target_model import TargetModel
 
 SnapshotFeatures: TypeAlias = Literal["tail", "all", "none"]
 """Feature rows that are copied: those that the drafter has not read (without one: all), all, or none."""
-SnapshotPlace: TypeAlias = Literal["host", "device"]
-"""Where the bytes are: host memory (pinned where there is a GPU), or the target's device."""
 
 _FEATURES: Final = {
     "tail": lib.DFLASH_SNAPSHOT_FEATURES_TAIL,

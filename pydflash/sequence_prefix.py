@@ -11,7 +11,7 @@ import numpy as np
 from pydflash._ffi import TokenIds, as_ids
 from pydflash.decoder import Decoder
 from pydflash.errors import CapacityError, OutOfMemoryError, SnapshotMismatchError
-from pydflash.options import as_integer
+from pydflash.options import SnapshotPlace, as_integer
 from pydflash.prefix_cache import PrefixCache, common_prefix
 from pydflash.prefix_snapshot import PrefixSnapshot
 
@@ -51,6 +51,7 @@ class SequencePrefix:
         chunk: int = 512,
         interval: int = 4096,
         message_ids: Sequence[int] = (),
+        place: SnapshotPlace = "host",
     ) -> None:
         """Bind a sequence to a cache of snapshots.
 
@@ -61,12 +62,14 @@ class SequencePrefix:
             interval: tokens between snapshots of a long prompt, rounded up to whole chunks.
             message_ids: tokens that a message begins with; a snapshot is taken at the last chunk boundary before the
                 last two of them.
+            place: where the bytes of snapshots go.
         """
         self._decoder = decoder
         self._prefix_cache = prefix_cache
         self._chunk = as_integer("chunk", chunk, 1)
         interval = as_integer("interval", interval, 1)
         self._interval = -(-interval // chunk) * chunk
+        self._place: SnapshotPlace = place
         self._message_ids = np.array(sorted(set(message_ids)), np.int32)
         self._newest: PrefixSnapshot | None = None  # of what the sequence holds
         self._live: int | None = None  # changes of the cache until the end of the last request
@@ -97,23 +100,23 @@ class SequencePrefix:
             return PrefixUse(0, "off")
         tokens = as_ids(ids)
         held = self._held(tokens) if live is not None and live == self._decoder.cache.n_changes else 0
-        found = None if self._prefix_cache is None else self._prefix_cache.lookup(tokens)
-        if held > 0 and (found is None or found.n <= held):
+        found = None if self._prefix_cache is None else self._prefix_cache.lookup(tokens, above=held)
+        if held > 0 and (found is None or found.snapshot is None):
             self._decoder.drop_anchor()
             if self._newest is not None and self._newest.position > held:
                 self._newest = None
             return PrefixUse(held, "live")
         self._newest = None
+        # An empty sequence has nothing that a restore would have to keep aside.
+        self._decoder.reset()
         if found is not None and found.snapshot is not None:
             try:
                 self._decoder.restore(found.snapshot)
             except (SnapshotMismatchError, CapacityError) as error:
                 log.info("a snapshot of %d tokens is of no use: %s", found.n, error)
-                self._decoder.reset()
                 return PrefixUse(0, "none", f"it does not fit: {error.message}")
             self._newest = found.snapshot
             return PrefixUse(found.n, found.source, found.reason)
-        self._decoder.reset()
         return PrefixUse(0, "none", "off" if found is None else found.reason)
 
     def _held(self, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
@@ -148,7 +151,9 @@ class SequencePrefix:
         parent = newest if newest is not None and newest.position < position and newest.depth < _MAX_DEPTH else None
         context = decoder.draft_context
         try:
-            snapshot = PrefixSnapshot.take(decoder.cache, context, tokens=decoder.tokens[:position], parent=parent)
+            snapshot = PrefixSnapshot.take(
+                decoder.cache, context, tokens=decoder.tokens[:position], parent=parent, place=self._place
+            )
         except OutOfMemoryError as error:
             log.warning("no snapshot of %d tokens: %s", position, error)
             return None

@@ -100,6 +100,11 @@ class Bench:
         tokens = self.decoder.tokens[: self.cache.position]
         return PrefixSnapshot.take(self.cache, self.context, tokens=tokens, parent=parent, place=self.args.place)
 
+    def restore(self, snapshot: PrefixSnapshot) -> None:
+        """As an engine does it: into a sequence that was emptied, so that nothing has to be kept aside."""
+        self.decoder.reset()
+        self.decoder.restore(snapshot)
+
     def row(self, name: str, n_bytes: int, ms: float, direction: str) -> dict[str, object]:
         rate = n_bytes / ms * 1e3
         out: dict[str, object] = {"what": name, "position": self.cache.position, "bytes": n_bytes, "ms": round(ms, 3)}
@@ -135,13 +140,13 @@ class Bench:
         rows = [self.row("snapshot", snapshot.n_bytes, statistics.median(times[1:]), "to_host")]
         rows[0]["queued_ms"] = round(queued, 3)
         kept.clear()
-        restore = median_ms(rounds, lambda: self.decoder.restore(snapshot))
+        restore = median_ms(rounds, lambda: self.restore(snapshot))
         rows.append(self.row("restore", snapshot.n_bytes, restore, "to_device"))
         self.feed(self.args.chunk)
         delta = self.take(snapshot)
         delta.wait()
         rows.append(self.row("delta", delta.n_bytes, median_ms(rounds, lambda: self.take(snapshot).wait()), "to_host"))
-        chain = median_ms(rounds, lambda: self.decoder.restore(delta))
+        chain = median_ms(rounds, lambda: self.restore(delta))
         rows.append(self.row("restore of a delta", delta.total_bytes, chain, "to_device"))
         self.decoder.restore(snapshot)
         return rows
@@ -176,6 +181,7 @@ def main() -> int:
     parser.add_argument("--target", type=Path, help="GGUF; the built-in pair by default")
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per hardware thread")
     parser.add_argument("--place", choices=("host", "device"), default="host")
     parser.add_argument("--k-type", default="q8_0")
     parser.add_argument("--v-type", default="q8_0")
@@ -185,7 +191,7 @@ def main() -> int:
     parser.add_argument("--stall", type=int, default=8, help="chunks of the prefill that is timed; 0: none")
     parser.add_argument("--out", type=Path, help="also write the rows as JSON")
     args = parser.parse_args()
-    with pydflash.TargetModel.open(args.target, args.device) as target:
+    with pydflash.TargetModel.open(args.target, args.device, n_threads=args.threads) as target:
         path = args.draft
         draft = pydflash.DraftModel.open(path, target) if path is not None or args.target is None else None
         bench = Bench(args, target, draft)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -374,10 +375,23 @@ def test_sequences_of_several_threads_share_one_cache(
         handle.close()
 
 
+def test_snapshots_on_the_device(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(n_ctx=512, prefix_place="device", prefix_directory=tmp_path)
+    first = engine.generate(prompt(80), GREEDY)
+    assert all(snapshot.describe()["on_device"] for snapshot in engine.snapshots)
+    engine.generate(prompt(30, 1), GREEDY)
+    again = engine.generate(prompt(80), GREEDY)
+    assert (again.token_ids, again.stats.prefix_source) == (first.token_ids, "memory")
+    engine.prefix_cache.flush()  # type: ignore[union-attr]
+    other = make_engine(n_ctx=512, prefix_directory=tmp_path)
+    assert other.generate(prompt(80), GREEDY).stats.prefix_source == "disk"
+
+
 def test_options_are_checked() -> None:
     for field, value in (
         ("prefix_cache", 1),
         ("prefix_bytes", -1),
+        ("prefix_place", "disk"),
         ("prefix_directory", 3),
         ("prefix_directory", ""),
         ("prefix_directory_bytes", -1),
