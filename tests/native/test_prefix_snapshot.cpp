@@ -420,6 +420,61 @@ TEST(an_imported_snapshot_is_checked_against_the_models) {
     CHECK(broken([](SnapshotHeader & h) { h.capture_layers = {3, 1}; }) == Status::invalid);
 }
 
+TEST(a_drafter_on_another_device_goes_on_too) {
+    // Its rows lie there, and features travel through a mirror, which a restore has to empty.
+    const auto elsewhere = Device::open("cpu", 1);
+    const auto drafter = load_draft_gguf(DFLASH_TEST_MODELS "/demo-draft-bf16.gguf", elsewhere, Sequence::target());
+    struct Pair {
+        explicit Pair(const std::shared_ptr<const DraftModel> & drafter)
+            : context(DraftContext::create(drafter, Sequence::draft_options(512))), draft(*context) {
+            TargetCacheOptions options;
+            options.capacity = 256;
+            options.capture_layers = drafter->config().target_layer_ids;
+            cache = TargetCache::create(Sequence::target(), options);
+            target = std::make_unique<TargetForward>(*cache);
+            DraftFeatureMirrorOptions ring;
+            ring.n_target_layers = drafter->config().n_taps();
+            ring.hidden_size = drafter->config().n_embd;
+            ring.capacity = 256;
+            draft_feature_mirror_init(mirror, drafter->device(), ring);
+            decoder = std::make_unique<Decoder>(*cache, *target, context.get(), &draft, &mirror, DecoderOptions{});
+        }
+        std::vector<int32_t> run(const std::vector<int32_t> & ids) {
+            decoder->begin(SamplingParams{}, {});
+            std::vector<int32_t> all = decoder->prefill(ids.data(), static_cast<int64_t>(ids.size()), 64, {}).tokens;
+            for (const int32_t width : {8, 1, 1, 8, 16}) {
+                const StepResult step = decoder->step(width, 64);
+                all.insert(all.end(), step.tokens.begin(), step.tokens.end());
+                all.push_back(-step.n_accepted);
+            }
+            decoder->settle();
+            return all;
+        }
+        std::unique_ptr<TargetCache> cache;
+        std::unique_ptr<DraftContext> context;
+        DraftForward draft;
+        std::unique_ptr<TargetForward> target;
+        DraftFeatureMirror mirror;
+        std::unique_ptr<Decoder> decoder;
+    };
+    Pair source(drafter), other(drafter);
+    std::vector<int32_t> ids, strange;
+    for (int32_t i = 0; i < 60; ++i) {
+        ids.push_back(i * 37 % 4000);
+        strange.push_back(i * 91 % 4000);
+    }
+    source.decoder->begin(SamplingParams{}, {});
+    source.decoder->feed(ids.data(), 60, {});
+    SnapshotOptions options;
+    options.tokens = ids;
+    const SnapshotPtr snapshot = snapshot_target_cache(*source.cache, source.context.get(), options);
+    snapshot->wait();
+    const std::vector<int32_t> wanted = source.run({5, 6, 7});
+    other.run(strange);
+    other.decoder->restore(*snapshot);
+    CHECK(other.run({5, 6, 7}) == wanted);
+}
+
 TEST(memory_of_freed_snapshots_is_used_again) {
     Sequence source(40);
     source.take().reset();
