@@ -75,8 +75,6 @@ ggml_backend_dev_t find_device(const std::string & name) {
 Device::Device() : host_memory_(std::make_unique<HostMemoryPool>()) {
 }
 
-Device::~Device() = default;
-
 std::vector<DeviceInfo> Device::list() {
     install_hooks();
     std::vector<DeviceInfo> out;

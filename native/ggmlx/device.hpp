@@ -34,7 +34,6 @@ class Device {
     ~Device();
     Device(const Device &) = delete;
     Device & operator=(const Device &) = delete;
-    ~Device();
 
     ggml_backend_t backend() const { return backend_.get(); }
     ggml_backend_buffer_type_t buffer_type() const { return ggml_backend_get_default_buffer_type(backend_.get()); }
