@@ -27,6 +27,10 @@ from pydflash.errors import (
 )
 from pydflash.gguf_file import GgufFile, GgufTensor
 from pydflash.options import CacheOptions, EngineOptions, SamplingOptions
+from pydflash.prefix_cache import PrefixCache, PrefixCacheStats, PrefixLookup
+from pydflash.prefix_folder import PrefixFolder
+from pydflash.prefix_snapshot import PrefixSnapshot, SnapshotPart
+from pydflash.prefix_store import PrefixStore, SavedPrefix
 from pydflash.results import (
     DecoderStats,
     GenerationResult,
@@ -36,6 +40,9 @@ from pydflash.results import (
     StreamEvent,
     TokenLogprobs,
 )
+from pydflash.sequence_prefix import PrefixUse, SequencePrefix
+from pydflash.session import Session
+from pydflash.snapshot_info import SnapshotInfo
 from pydflash.target_cache import CacheState, ForwardResult, TargetCache
 from pydflash.target_cache_plan import CachePlan
 from pydflash.target_model import TargetConfig, TargetModel
@@ -74,11 +81,23 @@ __all__ = [
     "NotFoundError",
     "OutOfMemoryError",
     "PoisonedError",
+    "PrefixCache",
+    "PrefixCacheStats",
+    "PrefixFolder",
+    "PrefixLookup",
+    "PrefixSnapshot",
+    "PrefixStore",
+    "PrefixUse",
     "Progress",
     "Proposal",
     "PydflashError",
     "SamplingOptions",
+    "SavedPrefix",
+    "SequencePrefix",
+    "Session",
+    "SnapshotInfo",
     "SnapshotMismatchError",
+    "SnapshotPart",
     "StepResult",
     "StreamEvent",
     "TargetCache",

@@ -9,10 +9,11 @@ from typing import Final
 import numpy as np
 
 from pydflash._ffi import NULL, CData, ProgressCall, TokenIds, as_c_array, as_ids, c_list, check, ffi, lib, text_of
-from pydflash._handle import NativeHandle, use_all
+from pydflash._handle import NativeHandle, use, use_all
 from pydflash.draft_context import DraftContext
 from pydflash.draft_feature_mirror import DraftFeatureMirror
 from pydflash.options import MAX_LOGPROBS, DraftFailure, SamplingOptions, as_choice, as_integer
+from pydflash.prefix_snapshot import PrefixSnapshot
 from pydflash.results import DecoderStats, Progress, StepReason, StepResult
 from pydflash.target_cache import TargetCache
 
@@ -142,7 +143,8 @@ class Decoder(NativeHandle):
         """Append prompt tokens and draw the first one.
 
         Args:
-            ids: int32 [n]; n may be 0 if a token of an earlier call is still to be consumed.
+            ids: int32 [n]; n may be 0 if a token of an earlier call is still to be consumed, or if the cache has the
+                logits of its newest token.
             budget: most tokens to emit in this request from here on, at least 1.
             progress: called before each chunk and at the end, in tokens; raising from it stops the call.
 
@@ -159,6 +161,46 @@ class Decoder(NativeHandle):
             status = lib.dflash_decoder_prefill(ptr, c_ids, len(tokens), budget, call.function, call.user, result, err)
             call.check(status, err, "decoder_prefill")
             return self._step_result(ptr, err)
+
+    def feed(self, ids: TokenIds, progress: Callable[[Progress], object] | None = None) -> None:
+        """Append part of a prompt, at least one token, whose rest follows; nothing is drawn.
+
+        Chunks begin at the first token given: parts that are multiples of ``prefill_chunk`` are computed in the same
+        pieces as the whole. Errors are those of prefill().
+        """
+        tokens = as_ids(ids)
+        c_ids = as_c_array(tokens, "int32_t[]")
+        with ProgressCall(progress) as call, self._use() as (ptr, err):
+            status = lib.dflash_decoder_feed(ptr, c_ids, len(tokens), call.function, call.user, err)
+            call.check(status, err, "decoder_feed")
+
+    def drop_anchor(self) -> None:
+        """Forget the token that was emitted and not consumed: the next ones come right behind what the cache holds.
+
+        What is pending is committed first.
+        """
+        with self._use() as (ptr, err):
+            check(lib.dflash_decoder_drop_anchor(ptr, err), err, "decoder_drop_anchor")
+
+    def catch_up(self) -> None:
+        """Let the drafter read the features that wait for it, so that a snapshot needs none of them.
+
+        They wait while decoding plainly. Errors of the drafter as in step().
+        """
+        with self._use() as (ptr, err):
+            check(lib.dflash_decoder_catch_up(ptr, err), err, "decoder_catch_up")
+
+    def restore(self, snapshot: PrefixSnapshot) -> None:
+        """Go on from a snapshot that knows its tokens: cache, context and history are replaced.
+
+        Raises:
+            InvalidArgumentError: its tokens are not known.
+            SnapshotMismatchError, CapacityError, UnsupportedModelError: as PrefixSnapshot.restore_into(); then nothing
+                changed.
+        """
+        with use(snapshot) as (source, _), self._use() as (ptr, err):
+            check(lib.dflash_decoder_restore(ptr, source, err), err, "decoder_restore")
+        self._cache._note_changed()  # noqa: SLF001 - the cache's verifies are stale now
 
     def step(self, width: int, budget: int) -> StepResult:
         """Commit the step before, then emit at least one token and at most ``budget``.

@@ -90,6 +90,7 @@ class DraftContext(NativeHandle):
             check(lib.dflash_draft_context_new(out, model_ptr, options, err), err, "draft_context_new")
         self._made = f"of {full_rows} full rows, k {k_type}, v {v_type}"
         self._full_rows = full_rows
+        self._types = (k_type, v_type)
         self._c_state = ffi.new("dflash_draft_context_state *")
         self._adopt(out[0], lib.dflash_draft_context_free, model)
 
@@ -104,6 +105,16 @@ class DraftContext(NativeHandle):
     def model(self) -> DraftModel:
         """The drafter."""
         return self._model
+
+    @property
+    def k_type(self) -> DraftCacheType:
+        """How keys are stored."""
+        return self._types[0]
+
+    @property
+    def v_type(self) -> DraftCacheType:
+        """How values are stored."""
+        return self._types[1]
 
     @property
     def state(self) -> DraftContextState:

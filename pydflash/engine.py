@@ -25,6 +25,7 @@ from pydflash.decoder import Decoder
 from pydflash.draft_context import DraftContext
 from pydflash.draft_feature_mirror import DraftFeatureMirror
 from pydflash.draft_model import DraftModel
+from pydflash.engine_prefix import EnginePrefix
 from pydflash.errors import BusyError, CapacityError, ClosedError, InvalidArgumentError
 from pydflash.generate import Request, collect
 from pydflash.options import EngineOptions, SamplingOptions
@@ -46,8 +47,8 @@ ProgressFn: TypeAlias = Callable[[Progress], object]
 _SEED_BITS: Final = 64
 
 
-class Engine:
-    """Answers requests, one at a time, each from a fresh sequence.
+class Engine(EnginePrefix):
+    """Answers requests, one at a time. A prompt that begins like an earlier one, or its answer, goes on from there.
 
     Holds a target and its cache, and with a drafter also the drafter, its context and, where it runs on another device,
     a feature mirror. Memory: the weights, ``TargetCache.plan(...)`` for ``n_ctx`` tokens, and the draft context.
@@ -113,6 +114,7 @@ class Engine:
         self._policy = None if draft is None else WidthPolicy(self._decoder.max_width)
         if self._policy is not None:
             warm_up(self._decoder, self._policy, options.n_ctx)
+        self._open_prefix(resources, context)
         self._stats: GenerationStats | None = None
         self._running = threading.Lock()
         self._cancelled = threading.Event()
@@ -225,7 +227,7 @@ class Engine:
 
     @property
     def cache(self) -> TargetCache:
-        """The target's cache. The engine resets it when a request starts."""
+        """The target's cache. A request takes it over: it keeps what the prompt begins with, or nothing."""
         return self._cache
 
     @property
@@ -368,6 +370,7 @@ class Engine:
             self._check_open()
             self._runner = threading.get_ident()
             self._cancelled.clear()
+            prefix = self._prefix.begin(ids, use=options.cache_prompt)
             request = Request(
                 decoder=self._decoder,
                 tokenizer=self._tokenizer,
@@ -378,13 +381,24 @@ class Engine:
                 started=started,
                 cancelled=self._cancelled.is_set,
                 progress=progress,
-                cached_tokens=self._keep_prefix(ids),
+                prefix=prefix,
+                stages=self._prefix.stages(ids, prefix.n),
+                checkpoint=self._prefix.checkpoint,
             )
-            for event in request.run():
-                if event.stats is not None:
-                    self._stats = event.stats
-                    self._report_drafter(event.stats.drafter)
-                yield event
+            answer: list[int] = []
+            events = request.run()
+            try:
+                for event in events:
+                    answer += event.token_ids
+                    if event.stats is not None:
+                        self._stats = event.stats
+                        self._report_drafter(event.stats.drafter)
+                        self._prefix.finish((*ids, *answer))
+                    yield event
+            except GeneratorExit:
+                events.close()  # commits what was emitted
+                self._prefix.stay()
+                raise
         finally:
             self._runner = None
             self._running.release()
@@ -397,12 +411,6 @@ class Engine:
             level = logging.WARNING if self._drafter_helps else logging.DEBUG
             log.log(level, "the drafter does not help: %s", state)
             self._drafter_helps = False
-
-    def _keep_prefix(self, ids: tuple[int, ...]) -> int:
-        """Make the decoder hold the first n tokens of a prompt and nothing else; n. The only place that decides so."""
-        del ids
-        self._decoder.reset()
-        return 0
 
     def _active(self) -> bool:
         return any(inspect.getgeneratorstate(stream) == inspect.GEN_RUNNING for stream in self._streams)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pydflash.decoder import Decoder
@@ -30,6 +30,7 @@ from pydflash.results import (
     StreamEvent,
     TokenLogprobs,
 )
+from pydflash.sequence_prefix import PrefixUse
 from pydflash.text import StopMatcher, Tokenizer, Utf8Stream
 from pydflash.width_policy import WidthPolicy
 
@@ -113,7 +114,7 @@ class Request:
     """One request and what it runs on. run() may be used once.
 
     Attributes:
-        decoder: holds the first ``cached_tokens`` tokens of the prompt and nothing else.
+        decoder: holds the first ``prefix.n`` tokens of the prompt and nothing else.
         policy: chooses widths, unless ``options.width`` fixes them; None without a drafter.
         ids: the whole prompt.
         options: with a seed.
@@ -121,6 +122,9 @@ class Request:
         started: time.perf_counter() of the call, for total_ms.
         cancelled: asked between steps.
         progress: called during the prefill.
+        prefix: how many tokens of the prompt the decoder holds, and why.
+        stages: positions that the prompt is fed up to one after the other, all behind ``prefix.n``.
+        checkpoint: called when the decoder holds the prompt up to a stage, and when it holds all of it.
     """
 
     decoder: Decoder
@@ -132,7 +136,9 @@ class Request:
     started: float
     cancelled: Callable[[], bool]
     progress: Callable[[Progress], object] | None = None
-    cached_tokens: int = 0
+    prefix: PrefixUse = field(default_factory=lambda: PrefixUse(0, "off"))
+    stages: Sequence[int] = ()
+    checkpoint: Callable[[], object] | None = None
     _answer: AnswerText = field(init=False)
     _widths: Counter[int] = field(init=False)
     _emitted: int = field(init=False, default=0)
@@ -142,7 +148,7 @@ class Request:
         self._answer = AnswerText(self.tokenizer, self.options.stop)
         self._widths = Counter()
 
-    def run(self) -> Iterator[StreamEvent]:
+    def run(self) -> Generator[StreamEvent]:
         """Events of the request. The last one carries finish_reason; then the decoder is settled.
 
         Raises:
@@ -183,7 +189,14 @@ class Request:
             self.policy.begin()
         self.decoder.begin(self.options)
         self._raise_if_cancelled()
-        yield self.decoder.prefill(self.ids[self.cached_tokens :], self.budget, progress=self.progress)
+        begin = self.prefix.n
+        for end in self.stages:
+            self.decoder.feed(self.ids[begin:end], self._progress_from(begin))
+            begin = end
+            self._checkpoint()
+            self._raise_if_cancelled()
+        yield self.decoder.prefill(self.ids[begin:], self.budget, progress=self._progress_from(begin))
+        self._checkpoint()
         drafted_before = False
         while True:
             self._raise_if_cancelled()
@@ -204,6 +217,18 @@ class Request:
                 )
             drafted_before = result.n_proposed > 0
             yield result
+
+    def _checkpoint(self) -> None:
+        if self.checkpoint is not None:
+            self.checkpoint()
+
+    def _progress_from(self, begin: int) -> Callable[[Progress], object] | None:
+        """Progress of one part of the prompt as that of all that is evaluated."""
+        report = self.progress
+        if report is None:
+            return None
+        before, whole = begin - self.prefix.n, len(self.ids) - self.prefix.n
+        return lambda part: report(Progress(before + part.done, whole))
 
     def _choose_width(self, limit: int) -> int:
         if self.options.width is not None:
@@ -237,7 +262,9 @@ class Request:
             total_ms=total_ms,
             drafter=self._drafter_state(),
             prompt_tokens=len(self.ids),
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.prefix.n,
+            prefix_source=self.prefix.source,
+            prefix_reason=self.prefix.reason,
             widths=dict(sorted(self._widths.items())),
         )
 

@@ -8,6 +8,7 @@ live side by side.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -27,6 +28,8 @@ DraftWeights: TypeAlias = Literal["file", "f32", "f16", "bf16", "q8_0"]
 """How a drafter's float matrices are stored; "file": as they are."""
 DraftFailure: TypeAlias = Literal["error", "autoregressive"]
 """What a failure of the drafter does: it is raised, or decoding goes on without the drafter and says so."""
+SnapshotPlace: TypeAlias = Literal["host", "device"]
+"""Where the bytes of a snapshot are: host memory (pinned where there is a GPU), or the target's device."""
 EmbeddingPlace: TypeAlias = Literal["device", "host"]
 """Where token embeddings are looked up."""
 
@@ -107,6 +110,7 @@ class SamplingOptions:
         logprobs: None: no log-probabilities. 0: that of each token. n: those of the n likeliest besides, up to 20.
         width: rows of each target forward, 1 to 64: the token to consume and ``width - 1`` proposals of the drafter.
             None: chosen by measured cost. Without a drafter it has no effect.
+        cache_prompt: False evaluates the whole prompt anew and keeps nothing of the request for later ones.
     """
 
     temperature: float = 0.0
@@ -125,6 +129,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     logprobs: int | None = None
     width: int | None = None
+    cache_prompt: bool = True
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -152,6 +157,7 @@ class SamplingOptions:
             put(self, "logprobs", as_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, also=", or None"))
         if self.width is not None:
             put(self, "width", as_integer("width", self.width, 1, MAX_WIDTH, also=", or None"))
+        as_flag("cache_prompt", self.cache_prompt)
 
 
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
@@ -244,6 +250,14 @@ class EngineOptions:
         draft_weights: how the drafter's matrices are stored: "file" as they are, or a type. "auto" is q8_0 on a CPU,
             where drafting is arithmetic and 8-bit products are fastest, and "file" elsewhere. Matrices that are
             quantised in the file stay as they are.
+        prefix_cache: True keeps snapshots of prompts and answers, so that a later prompt that begins with one goes on
+            from there.
+        prefix_bytes: memory for snapshots.
+        prefix_place: where snapshots are: "host", or "device" for the memory of the target's device.
+        prefix_directory: a folder for snapshots that outlive the process; None: memory only.
+        prefix_directory_bytes: of the files in it.
+        prefix_interval: tokens between snapshots while a long prompt is read.
+        save_directory: a folder for what is saved by name; None: nothing can be.
     """
 
     n_ctx: int = 4096
@@ -265,6 +279,13 @@ class EngineOptions:
     feature_type: FeatureType = "f32"
     mirror_type: MirrorType = "f16"
     draft_weights: Literal["auto"] | DraftWeights = "auto"
+    prefix_cache: bool = True
+    prefix_bytes: int = 4 << 30
+    prefix_place: SnapshotPlace = "host"
+    prefix_directory: str | os.PathLike[str] | None = None
+    prefix_directory_bytes: int = 16 << 30
+    prefix_interval: int = 4096
+    save_directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -281,6 +302,14 @@ class EngineOptions:
                 raise InvalidArgumentError(name, value, "the name of a device")
         if self.draft_weights != "auto":
             as_choice("draft_weights", self.draft_weights, DraftWeights)
+        as_flag("prefix_cache", self.prefix_cache)
+        for name in ("prefix_bytes", "prefix_directory_bytes"):
+            put(self, name, as_integer(name, getattr(self, name), 0, 2**63 - 1))
+        put(self, "prefix_interval", as_integer("prefix_interval", self.prefix_interval, 1))
+        for name in ("prefix_directory", "save_directory"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
+                raise InvalidArgumentError(name, value, "the path of a folder, or None")
 
 
 _ENGINE_CHOICES: Final[Mapping[str, object]] = {
@@ -292,4 +321,5 @@ _ENGINE_CHOICES: Final[Mapping[str, object]] = {
     "on_draft_failure": DraftFailure,
     "feature_type": FeatureType,
     "mirror_type": MirrorType,
+    "prefix_place": SnapshotPlace,
 }

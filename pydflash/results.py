@@ -103,7 +103,9 @@ class GenerationStats:
     """Counts and times of one request.
 
     Attributes:
-        prompt_tokens: of the whole prompt; cached_tokens of them were still in the cache and not evaluated again.
+        prompt_tokens: of the whole prompt; cached_tokens of them were known already, evaluated_tokens are the rest.
+        prefix_source: where the known ones came from: "live" (still in the cache), "memory", "disk", "none", or "off";
+            prefix_reason says why there were not more.
         emitted: tokens drawn, the first one by the prefill, a stop token included.
         steps: target forwards after the prefill; draft_steps of them verified proposals of the drafter.
         proposed, accepted: proposals verified and found right.
@@ -131,6 +133,13 @@ class GenerationStats:
     draft_steps: int = 0
     cached_tokens: int = 0
     widths: Mapping[int, int] = field(default_factory=dict, hash=False)
+    prefix_source: str = "off"
+    prefix_reason: str = ""
+
+    @property
+    def evaluated_tokens(self) -> int:
+        """Tokens of the prompt that went through the model."""
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def mean_accepted_length(self) -> float:
@@ -157,6 +166,8 @@ class GenerationStats:
         prompt_tokens: int | None = None,
         cached_tokens: int = 0,
         widths: Mapping[int, int] | None = None,
+        prefix_source: str = "off",
+        prefix_reason: str = "",
     ) -> Self:
         """The totals of a decoder, with what only the caller knows.
 
@@ -181,11 +192,14 @@ class GenerationStats:
             total_ms=total_ms,
             drafter=drafter,
             widths={} if widths is None else dict(widths),
+            prefix_source=prefix_source,
+            prefix_reason=prefix_reason,
         )
 
     def to_dict(self) -> dict[str, object]:
-        """All fields and the two rates."""
-        rates = {"mean_accepted_length": self.mean_accepted_length, "tokens_per_second": self.tokens_per_second}
+        """All fields, evaluated_tokens and the two rates."""
+        rates: dict[str, float] = {"evaluated_tokens": self.evaluated_tokens}
+        rates |= {"mean_accepted_length": self.mean_accepted_length, "tokens_per_second": self.tokens_per_second}
         return {**asdict(self), "acceptance_by_slot": list(self.acceptance_by_slot), **rates}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from pydflash.results import Progress
 from pydflash.target_cache_plan import CachePlan, c_cache_options, capture_layers_of, feature_capacity_of, plan_cache
 from pydflash.target_model import TargetModel
 from pydflash.verify import Verify
+
+if TYPE_CHECKING:
+    from pydflash.prefix_snapshot import PrefixSnapshot
 
 LogitRows: TypeAlias = Literal["last", "all", "none"] | Sequence[int]
 """Rows whose logits are wanted: a word, or strictly increasing indices into the tokens of the call."""
@@ -364,6 +367,50 @@ class TargetCache(NativeHandle):
         with self._use() as (ptr, err):
             check(lib.dflash_target_cache_restore_state(ptr, err), err, "target_cache_restore_state")
             self._verify_serial += 1
+
+    def rewind(self, position: int, tokens: TokenIds, snapshots: Iterable[PrefixSnapshot] = ()) -> int:
+        """Hold the first ``position`` tokens only; how many of them had to be evaluated for it.
+
+        A recurrent state cannot go back: the snapshot with the most of these tokens is restored, and the tokens behind
+        it go through the model again. A drafter's context has to be rewound by itself.
+
+        Args:
+            position: 0 to the present one.
+            tokens: what the cache holds, at least the first ``position``.
+            snapshots: those of other tokens are passed over.
+
+        Raises:
+            InvalidArgumentError: the cache holds fewer tokens, or fewer are given.
+        """
+        held = self.position
+        position = as_integer("position", position, 0, held)
+        ids = as_ids(tokens, "tokens")
+        if len(ids) < position:
+            raise InvalidArgumentError("tokens", len(ids), f"at least {position} of them")
+        if position == held:
+            return 0
+        best: PrefixSnapshot | None = None
+        for snapshot in snapshots:
+            n = len(snapshot.tokens)
+            if 0 < n <= position and (best is None or n > best.position) and np.array_equal(snapshot.tokens, ids[:n]):
+                best = snapshot
+        if best is None:
+            self.reset()
+        else:
+            best.restore_into(self)
+        begin = 0 if best is None else best.position
+        if begin < position:
+            self.forward(ids[begin:position])
+        return position - begin
+
+    @property
+    def n_changes(self) -> int:
+        """Calls of this object that changed what it holds; those of a decoder do not count."""
+        return self._verify_serial
+
+    def _note_changed(self) -> None:
+        """Someone else changed what it holds: a verify made before is stale."""
+        self._verify_serial += 1
 
     @property
     def last_logits(self) -> FloatArray | None:

@@ -195,6 +195,7 @@ class Bench:
             draft_device=self.args.draft_device,
             n_threads=self.args.n_threads,
             prefill_chunk=plan.prefill_chunk,
+            prefix_cache=False,
         )
 
         def run(engine: pydflash.Engine, name: str, **sampling: float | int | None) -> None:

@@ -148,6 +148,42 @@ dflash_status dflash_decoder_begin(dflash_decoder * decoder, const dflash_sampli
     });
 }
 
+dflash_status dflash_decoder_feed(dflash_decoder * decoder, const int32_t * ids, int64_t n, dflash_progress_fn progress,
+                                  void * user, dflash_error * err) {
+    return guard(err, [&] {
+        const UseAll use(decoder);
+        check(n >= 1, Status::invalid, "%lld tokens, want >= 1", static_cast<long long>(n));
+        std::function<bool(int64_t, int64_t)> report;
+        if (progress != nullptr) {
+            report = [&](int64_t done, int64_t total) { return progress(done, total, user) == 0; };
+        }
+        use->decoder->feed(required(ids, "ids"), n, report);
+    });
+}
+
+dflash_status dflash_decoder_drop_anchor(dflash_decoder * decoder, dflash_error * err) {
+    return guard(err, [&] {
+        const UseAll use(decoder);
+        use->decoder->drop_anchor();
+    });
+}
+
+dflash_status dflash_decoder_catch_up(dflash_decoder * decoder, dflash_error * err) {
+    return guard(err, [&] {
+        const UseAll use(decoder);
+        use->decoder->catch_up();
+    });
+}
+
+dflash_status dflash_decoder_restore(dflash_decoder * decoder, const dflash_prefix_snapshot * snapshot,
+                                     dflash_error * err) {
+    return guard(err, [&] {
+        const auto source = borrow(snapshot);
+        const UseAll use(decoder);
+        use->decoder->restore(*source->snapshot);
+    });
+}
+
 dflash_status dflash_decoder_prefill(dflash_decoder * decoder, const int32_t * ids, int64_t n, int64_t budget,
                                      dflash_progress_fn progress, void * user, dflash_step_result * result,
                                      dflash_error * err) {

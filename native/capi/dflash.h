@@ -107,6 +107,7 @@ DFLASH_API dflash_status dflash_log_take(int32_t * level, char * buffer, uint64_
  *   target_cache                           dflash_target_cache_new    its free       keeps its model alive
  *   draft_model                            dflash_draft_model_open    its free       keeps its target model alive
  *   draft_context, draft_feature_mirror    ..._new                    own free       keep their model or device alive
+ *   prefix_snapshot                        ..._take, ..._import       its free       its deltas keep it alive
  *   decoder                                dflash_decoder_new         its free       keeps cache, context, mirror alive
  *   arrays, strings, options, dflash_error caller                     caller         the call only
  *   callback and user pointer              caller                     caller         the call that received them
@@ -119,6 +120,7 @@ typedef struct dflash_target_cache dflash_target_cache;
 typedef struct dflash_draft_model dflash_draft_model;
 typedef struct dflash_draft_context dflash_draft_context;
 typedef struct dflash_draft_feature_mirror dflash_draft_feature_mirror;
+typedef struct dflash_prefix_snapshot dflash_prefix_snapshot;
 typedef struct dflash_decoder dflash_decoder;
 
 /* Called on the thread of the call that received it. A return value other than 0 cancels. */
@@ -536,6 +538,132 @@ DFLASH_API dflash_status dflash_draft_feature_mirror_read_rows(dflash_draft_feat
                                                                int64_t * rows, dflash_error * err);
 DFLASH_API dflash_status dflash_draft_feature_mirror_clear(dflash_draft_feature_mirror * mirror, dflash_error * err);
 
+/* ---- Prefix snapshot ----------------------------------------------------------------------------------- since: 1 */
+
+typedef enum dflash_snapshot_kind {
+    DFLASH_SNAPSHOT_FULL = 0,  /* all that is needed to go on from its position */
+    DFLASH_SNAPSHOT_DELTA = 1, /* the same, but K/V and draft rows only from where its parent ends */
+    DFLASH_SNAPSHOT_THIN = 2   /* K/V of a range of positions and nothing else */
+} dflash_snapshot_kind;
+
+typedef enum dflash_snapshot_features {
+    DFLASH_SNAPSHOT_FEATURES_TAIL = 0, /* with a drafter, rows it has not read yet; without one, all */
+    DFLASH_SNAPSHOT_FEATURES_ALL = 1,
+    DFLASH_SNAPSHOT_FEATURES_NONE = 2
+} dflash_snapshot_features;
+
+typedef struct dflash_prefix_snapshot_options {
+    uint32_t struct_size;
+    int32_t features;       /* dflash_snapshot_features */
+    int32_t on_device;      /* 1: the bytes stay on the target's device; 0: host memory, pinned where there is a GPU */
+    int32_t reserved;       /* 0 */
+    const int32_t * tokens; /* what the cache holds; copied. NULL: not known, then no delta can be made of it */
+    int64_t n_tokens;       /* the position, or 0 */
+    const dflash_prefix_snapshot * parent; /* NULL: full; else a delta behind this one, which stays alive */
+} dflash_prefix_snapshot_options;
+
+DFLASH_API void dflash_prefix_snapshot_options_init(dflash_prefix_snapshot_options * options);
+
+typedef struct dflash_prefix_snapshot_info {
+    int32_t version;
+    int32_t kind; /* dflash_snapshot_kind */
+    char architecture[32];
+    char target_digest[40];
+    char draft_digest[40]; /* empty: no drafter state */
+    char token_digest[40]; /* empty: tokens are not known */
+    char k_type[16];
+    char v_type[16];
+    char feature_type[16];
+    char draft_k_type[16];
+    char draft_v_type[16];
+    int32_t k_rotation; /* order of the Hadamard matrix that stored K is rotated by; 0: none */
+    int32_t v_rotation;
+    int32_t draft_k_rotation;
+    int32_t draft_v_rotation;
+    float rope_theta;
+    int32_t rope_dims;
+    int32_t layer_begin;
+    int32_t layer_end;
+    int32_t n_capture_layers;
+    int32_t n_draft_layers; /* 0: no drafter state */
+    int32_t capture_layers[64];
+    int32_t on_device;
+    int32_t depth; /* parents above it */
+    int64_t fa_window;
+    int64_t position; /* tokens */
+    int64_t kv_begin; /* K/V rows [kv_begin, position) are in it */
+    int64_t feature_begin;
+    int64_t feature_end;
+    int64_t draft_begin;
+    int64_t draft_cursor;
+    int64_t draft_high;
+    int64_t draft_held[64]; /* by layer of the drafter: first position with its parents */
+    int64_t draft_rows[64]; /* by layer of the drafter: first position in it */
+    int64_t n_tokens;
+    int64_t n_logits;
+    int64_t n_parts;
+    uint64_t n_bytes;         /* parts, tokens and logits; parents not counted */
+    uint64_t allocated_bytes; /* memory held; parents not counted */
+} dflash_prefix_snapshot_info;
+
+typedef struct dflash_prefix_snapshot_part {
+    char name[64];
+    char type[16];
+    int64_t width; /* values of a row */
+    int64_t rows;
+    int64_t begin; /* position of the first row; 0 for states */
+    uint64_t n_bytes;
+} dflash_prefix_snapshot_part;
+
+/* Copies what the cache holds, and the drafter's state when context is not NULL. Returns when the copies are queued.
+ * INVALID: nothing committed, or another number of tokens; MISMATCH: parent is no prefix or of something else. One
+ * thread at a time per cache and context. */
+DFLASH_API dflash_status dflash_prefix_snapshot_take(dflash_prefix_snapshot ** out, dflash_target_cache * cache,
+                                                     dflash_draft_context * context,
+                                                     const dflash_prefix_snapshot_options * options,
+                                                     dflash_error * err);
+/* K/V of positions [begin, end) only. */
+DFLASH_API dflash_status dflash_prefix_snapshot_take_thin(dflash_prefix_snapshot ** out, dflash_target_cache * cache,
+                                                          int64_t begin, int64_t end, dflash_error * err);
+/* From bytes that part_read gave, in order. info says what they are; its sizes and counts are checked against the
+ * models, not believed. draft may be NULL when there is no drafter state, parent when it is no delta. MISMATCH: of
+ * other models; FORMAT: numbers that do not fit each other. */
+DFLASH_API dflash_status dflash_prefix_snapshot_import(dflash_prefix_snapshot ** out, const dflash_target_model * model,
+                                                       const dflash_draft_model * draft,
+                                                       const dflash_prefix_snapshot * parent,
+                                                       const dflash_prefix_snapshot_info * info, const int32_t * tokens,
+                                                       int64_t n_tokens, const float * logits, int64_t n_logits,
+                                                       const void * const * data, const uint64_t * n_bytes,
+                                                       int64_t n_parts, dflash_error * err);
+/* Immutable: all functions below but restore are for any thread. */
+DFLASH_API void dflash_prefix_snapshot_free(dflash_prefix_snapshot * snapshot);
+DFLASH_API dflash_status dflash_prefix_snapshot_info_get(const dflash_prefix_snapshot * snapshot,
+                                                         dflash_prefix_snapshot_info * info, dflash_error * err);
+/* Waits until the copies that take queued are done. */
+DFLASH_API dflash_status dflash_prefix_snapshot_wait(const dflash_prefix_snapshot * snapshot, dflash_error * err);
+DFLASH_API dflash_status dflash_prefix_snapshot_tokens(const dflash_prefix_snapshot * snapshot, int32_t * ids,
+                                                       int64_t capacity, int64_t * n, dflash_error * err);
+DFLASH_API dflash_status dflash_prefix_snapshot_logits(const dflash_prefix_snapshot * snapshot, float * logits,
+                                                       int64_t capacity, int64_t * n, dflash_error * err);
+DFLASH_API dflash_status dflash_prefix_snapshot_part_at(const dflash_prefix_snapshot * snapshot, int64_t i,
+                                                        dflash_prefix_snapshot_part * part, dflash_error * err);
+/* Copies a part's bytes; size must be its n_bytes. */
+DFLASH_API dflash_status dflash_prefix_snapshot_part_read(const dflash_prefix_snapshot * snapshot, int64_t i,
+                                                          void * buffer, uint64_t size, dflash_error * err);
+/* Puts a full or delta snapshot into a cache, and into the drafter's context when that is not NULL. All is checked
+ * before the first write; on any failure cache and context are as before. MISMATCH: of another model, drafter, type,
+ * rotation, rope or layers, or without the drafter's state; CAPACITY: it does not fit; UNSUPPORTED: a thin one. One
+ * thread at a time per cache and context. */
+DFLASH_API dflash_status dflash_prefix_snapshot_restore(const dflash_prefix_snapshot * snapshot,
+                                                        dflash_target_cache * cache, dflash_draft_context * context,
+                                                        dflash_error * err);
+/* thick (NULL: what the cache holds), then thin ones. UNSUPPORTED when a layer of the cache is recurrent and they reach
+ * beyond the base: its state would stay behind. */
+DFLASH_API dflash_status dflash_prefix_snapshot_restore_chain(const dflash_prefix_snapshot * thick,
+                                                              const dflash_prefix_snapshot * const * thins,
+                                                              int64_t n_thins, dflash_target_cache * cache,
+                                                              dflash_error * err);
+
 /* ---- Decoder ------------------------------------------------------------------------------------------- since: 1 */
 
 typedef struct dflash_sampling_options {
@@ -624,7 +752,19 @@ DFLASH_API void dflash_decoder_free(dflash_decoder * decoder);
 /* Starts a request. The cache keeps what it holds. */
 DFLASH_API dflash_status dflash_decoder_begin(dflash_decoder * decoder, const dflash_sampling_options * sampling,
                                               dflash_error * err);
-/* Appends the prompt and draws the first token. n = 0 is legal when a token of an earlier call is still to be consumed.
+/* Appends part of a prompt whose rest follows; draws nothing. */
+DFLASH_API dflash_status dflash_decoder_feed(dflash_decoder * decoder, const int32_t * ids, int64_t n,
+                                             dflash_progress_fn progress, void * user, dflash_error * err);
+/* Forgets the token that is still to be consumed; what is pending is committed first. */
+DFLASH_API dflash_status dflash_decoder_drop_anchor(dflash_decoder * decoder, dflash_error * err);
+/* Lets the drafter read features that wait for it, so that a snapshot needs none of them. */
+DFLASH_API dflash_status dflash_decoder_catch_up(dflash_decoder * decoder, dflash_error * err);
+/* Puts a snapshot that knows its tokens into cache and context, and goes on from there; errors as
+ * dflash_prefix_snapshot_restore. */
+DFLASH_API dflash_status dflash_decoder_restore(dflash_decoder * decoder, const dflash_prefix_snapshot * snapshot,
+                                                dflash_error * err);
+/* Appends the prompt and draws the first token. n = 0 is legal when a token of an earlier call is still to be consumed,
+ * and when the cache has the logits of its newest token.
  * budget: most tokens to emit in this request from here on. */
 DFLASH_API dflash_status dflash_decoder_prefill(dflash_decoder * decoder, const int32_t * ids, int64_t n,
                                                 int64_t budget, dflash_progress_fn progress, void * user,

@@ -12,6 +12,7 @@
 #include "model/target_model.hpp"
 #include "state/draft_context.hpp"
 #include "state/draft_feature_mirror.hpp"
+#include "state/prefix_snapshot.hpp"
 #include "state/target_cache.hpp"
 
 // The objects behind the opaque handles of dflash.h. Children hold their parents.
@@ -48,6 +49,11 @@ struct dflash_draft_context : dflash::capi::Handle {
 struct dflash_draft_feature_mirror : dflash::capi::Handle {
     static constexpr const char * noun = "draft_feature_mirror";
     std::unique_ptr<dflash::DraftFeatureMirror> mirror;
+};
+
+struct dflash_prefix_snapshot : dflash::capi::Handle {
+    static constexpr const char * noun = "prefix_snapshot";
+    dflash::SnapshotPtr snapshot;
 };
 
 struct dflash_decoder : dflash::capi::Handle {

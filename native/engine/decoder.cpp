@@ -95,12 +95,8 @@ void Decoder::append_features() {
     }
 }
 
-StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
-                            const std::function<bool(int64_t, int64_t)> & progress) {
-    check(sampler_ != nullptr, Status::invalid, "no request was begun");
-    check(budget >= 1, Status::invalid, "budget %lld, want at least 1", static_cast<long long>(budget));
-    settle();
-    Stopwatch watch;
+ForwardResult Decoder::ingest(const int32_t * ids, int64_t n, bool logits,
+                              const std::function<bool(int64_t, int64_t)> & progress) {
     // The last anchor was emitted but never consumed: it comes before the new tokens.
     std::vector<int32_t> all;
     if (has_anchor_) {
@@ -112,7 +108,9 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
     q.ids = all.data();
     q.n = static_cast<int64_t>(all.size());
     q.chunk = options_.prefill_chunk;
-    q.logit_rows = {q.n - 1};
+    if (logits) {
+        q.logit_rows = {q.n - 1};
+    }
     q.cancel = &cancel_;
     q.progress = progress;
     const int64_t start = cache_.position();
@@ -125,7 +123,6 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
             }
         };
     }
-    ForwardResult forward;
     const auto note_history = [&] {
         const int64_t done = cache_.position() - start;
         const int64_t skip = has_anchor_ ? 1 : 0;
@@ -136,6 +133,7 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
             has_anchor_ = false;
         }
     };
+    ForwardResult forward;
     try {
         forward = target_.forward(q);
     } catch (...) {
@@ -144,6 +142,29 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
     }
     note_history();
     stats_.prompt_tokens += n;
+    return forward;
+}
+
+void Decoder::feed(const int32_t * ids, int64_t n, const std::function<bool(int64_t, int64_t)> & progress) {
+    settle();
+    Stopwatch watch;
+    ingest(ids, n, false, progress);
+    stats_.prefill_ms += watch.lap_ms();
+}
+
+StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
+                            const std::function<bool(int64_t, int64_t)> & progress) {
+    check(sampler_ != nullptr, Status::invalid, "no request was begun");
+    check(budget >= 1, Status::invalid, "budget %lld, want at least 1", static_cast<long long>(budget));
+    settle();
+    Stopwatch watch;
+    ForwardResult forward;
+    const bool knows_all = static_cast<int64_t>(history_->tokens().size()) == cache_.position();
+    if (n == 0 && !has_anchor_ && knows_all && !cache_.last_logits.empty()) {
+        forward.logits = cache_.last_logits;
+    } else {
+        forward = ingest(ids, n, true, progress);
+    }
     stats_.prefill_ms += watch.lap_ms();
 
     const StopRule rule{stop_ids_, 1};
@@ -309,6 +330,24 @@ void Decoder::count(const StepResult & r) {
     }
 }
 
+void Decoder::drop_anchor() {
+    settle();
+    if (has_anchor_) {
+        history_->truncate(cache_.position());
+        has_anchor_ = false;
+    }
+}
+
+void Decoder::catch_up() {
+    if (has_drafter()) {
+        try {
+            append_features();
+        } catch (const Error & error) {
+            disable_draft(error);
+        }
+    }
+}
+
 void Decoder::reset() {
     target_.forget_outcome();
     target_.clear_poison();
@@ -338,10 +377,18 @@ void Decoder::adopt(std::vector<int32_t> tokens, int64_t draft_from) {
     has_anchor_ = false;
     if (context_ != nullptr && draft_from >= 0) {
         context_->reset(draft_from);
-        if (mirror_ != nullptr) {
-            mirror_->clear();
-        }
     }
+    if (mirror_ != nullptr) {
+        mirror_->clear();
+    }
+}
+
+void Decoder::restore(const PrefixSnapshot & snapshot) {
+    check(!snapshot.tokens().empty(), Status::invalid, "the snapshot does not know its tokens");
+    target_.restore(snapshot, context_);
+    adopt(snapshot.tokens(), -1);
+    stats_.draft_disabled.clear();
+    carried_commit_ms_ = carried_append_ms_ = 0;
 }
 
 } // namespace dflash

@@ -12,6 +12,7 @@
 #include "engine/draft_forward.hpp"
 #include "engine/target_forward.hpp"
 #include "state/draft_feature_mirror.hpp"
+#include "state/prefix_snapshot.hpp"
 
 namespace dflash {
 
@@ -59,7 +60,10 @@ class Decoder {
 
     /// Starts a request: sampling, ids that end it. The cache keeps what it has. Throws Status::invalid.
     void begin(const SamplingParams & params, std::vector<int32_t> stop_ids);
+    /// Appends n tokens behind what the cache holds and draws nothing: part of a prompt whose rest follows.
+    void feed(const int32_t * ids, int64_t n, const std::function<bool(int64_t, int64_t)> & progress);
     /// Appends n tokens behind what the cache holds and draws the first new token (not yet in the cache: the anchor).
+    /// n = 0 is legal with an anchor, or when the cache has the logits of its newest token, as after a restore.
     StepResult prefill(const int32_t * ids, int64_t n, int64_t budget,
                        const std::function<bool(int64_t, int64_t)> & progress);
     /// Consumes the anchor and up to width - 1 proposals, emits at least one token and at most `budget`.
@@ -69,11 +73,19 @@ class Decoder {
     /// consumed. Negative: all of it. After this the cache, its features and the drafter agree on position(), and the
     /// last kept token is the anchor again. No-op when nothing is pending.
     void settle(int64_t n_keep = -1);
+    /// Forgets the anchor: the next tokens come right behind what the cache holds. Commits what is pending first.
+    void drop_anchor();
+    /// Lets the drafter read the features that wait for it while decoding plainly, so that a snapshot needs none.
+    void catch_up();
     /// Forgets the sequence: cache, drafter, history.
     void reset();
     /// After the cache was changed from outside (restore): the tokens it now holds. The drafter starts at `draft_from`
     /// when its own state was not restored along.
     void adopt(std::vector<int32_t> tokens, int64_t draft_from);
+    /// Puts a snapshot into the cache and the drafter's context, and goes on from there; what was pending is forgotten.
+    /// Errors are those of restore_target_cache(), and Status::invalid for a snapshot without tokens; then nothing
+    /// changed.
+    void restore(const PrefixSnapshot & snapshot);
 
     void cancel() { cancel_.raise(); }
     const DecoderStats & stats() const { return stats_; }
@@ -90,6 +102,9 @@ class Decoder {
 
   private:
     void append_features();
+    /// The anchor and n tokens through the target; with logits of the last one where asked for.
+    ForwardResult ingest(const int32_t * ids, int64_t n, bool logits,
+                         const std::function<bool(int64_t, int64_t)> & progress);
     StepResult step_alone(int64_t budget);
     StepResult step_drafted(int32_t width, int64_t budget);
     void disable_draft(const Error & error);

@@ -394,6 +394,25 @@ void TargetForward::commit_async(const VerifyOutcome & outcome, int32_t n) {
     forget_outcome();
 }
 
+template <class Body> void TargetForward::restore_with(Body && body) {
+    try {
+        body();
+    } catch (const Error & error) {
+        poisoned_ = poisoned_ || error.status() == Status::poisoned;
+        throw;
+    }
+    forget_outcome();
+    poisoned_ = false;
+}
+
+void TargetForward::restore(const PrefixSnapshot & snapshot, DraftContext * context) {
+    restore_with([&] { restore_target_cache(snapshot, cache_, context); });
+}
+
+void TargetForward::restore_chain(const PrefixSnapshot * thick, const std::vector<const PrefixSnapshot *> & thins) {
+    restore_with([&] { restore_target_cache_chain(thick, thins, cache_); });
+}
+
 void TargetForward::commit(const VerifyOutcome & outcome, int32_t n) {
     commit_async(outcome, n);
     cache_.model().device()->synchronize();

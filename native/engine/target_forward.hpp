@@ -7,6 +7,7 @@
 
 #include "base/cancel.hpp"
 #include "graph/target_graph.hpp"
+#include "state/prefix_snapshot.hpp"
 #include "state/target_cache.hpp"
 
 namespace dflash {
@@ -82,6 +83,10 @@ class TargetForward {
     void forget_outcome() { ++serial_; }
     bool poisoned() const { return poisoned_; }
     void clear_poison() { poisoned_ = false; }
+    /// restore_target_cache() into this cache. Afterwards outcomes are stale and poison is gone.
+    void restore(const PrefixSnapshot & snapshot, DraftContext * context);
+    /// The same for restore_target_cache_chain().
+    void restore_chain(const PrefixSnapshot * thick, const std::vector<const PrefixSnapshot *> & thins);
 
     /// Router choice of the last forward, i32 [n_rows, n_expert_used]; empty for dense layers.
     std::vector<int32_t> moe_selected(int32_t layer);
@@ -97,6 +102,7 @@ class TargetForward {
         std::vector<float> activations;
         uint64_t last_use = 0;
     };
+    template <class Body> void restore_with(Body && body);
     Entry & entry(const TargetGraphShape & shape);
     void run(Entry & entry, int64_t base, const int32_t * ids, const float * hidden,
              const std::vector<int64_t> & out_rows);

@@ -9,6 +9,7 @@
 #include "cuda/kernels.hpp"
 #endif
 #include "ggmlx/hooks.hpp"
+#include "ggmlx/host_memory.hpp"
 
 namespace dflash {
 namespace {
@@ -70,6 +71,9 @@ ggml_backend_dev_t find_device(const std::string & name) {
 }
 
 } // namespace
+
+Device::Device() : host_memory_(std::make_unique<HostMemoryPool>()) {
+}
 
 std::vector<DeviceInfo> Device::list() {
     install_hooks();

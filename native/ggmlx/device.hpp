@@ -11,6 +11,8 @@
 
 namespace dflash {
 
+class HostMemoryPool;
+
 struct DeviceInfo {
     std::string name;        // "CPU", "CUDA0", ...
     std::string description; // as the backend reports it
@@ -43,11 +45,13 @@ class Device {
     std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock<std::recursive_mutex>(mutex_); }
     /// Waits until everything queued on this device is done.
     void synchronize() { ggml_backend_synchronize(backend_.get()); }
+    HostMemoryPool & host_memory() { return *host_memory_; }
 
   private:
-    Device() = default;
+    Device();
 
     ggml_backend_ptr backend_;
+    std::unique_ptr<HostMemoryPool> host_memory_;
     std::string name_;
     bool is_cpu_ = false;
     bool holds_kernels_ = false; // a share of the CUDA kernels' memory

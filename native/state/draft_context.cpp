@@ -100,6 +100,13 @@ void DraftContext::rewind(int64_t position) {
     }
 }
 
+void DraftContext::note_restored(int64_t begin, int64_t cursor, int64_t high) {
+    begin_ = begin;
+    cursor_ = cursor;
+    high_ = high;
+    ++epoch_;
+}
+
 void DraftContext::reset(int64_t position) {
     check(position >= 0, Status::invalid, "position %lld, want >= 0", static_cast<long long>(position));
     begin_ = cursor_ = high_ = position;

@@ -66,6 +66,8 @@ class DraftContext {
     void invalidate(int64_t position);
     /// Forgets rows at and beyond position. Throws Status::invalid unless begin <= position <= cursor.
     void rewind(int64_t position);
+    /// Rows were put in place by a restore: [begin, cursor) is there, and positions below high were written before.
+    void note_restored(int64_t begin, int64_t cursor, int64_t high);
     /// Empties the context; the next append starts at position.
     void reset(int64_t position = 0);
 

@@ -89,6 +89,13 @@ class TargetCache {
     void set_position(int64_t position) { position_ = position; }
     void drop_features() { feature_begin_ = position_; }
     void set_feature_begin(int64_t begin) { feature_begin_ = begin; }
+    /// K/V, recurrent states and feature rows [feature_begin, position) were put in place by a restore.
+    void note_restored(int64_t position, int64_t feature_begin) {
+        position_ = position;
+        feature_begin_ = feature_begin;
+        snap_position_ = -1;
+    }
+    void zero_recurrent() { clear_recurrent(); }
 
     /// Logits of the newest committed token, float32 [n_vocab]; empty when they were not asked for.
     std::vector<float> last_logits;

@@ -227,7 +227,12 @@ class _Bench:
         self, ids: Sequence[int], max_tokens: int, *, width: int | None, temperature: float = _GREEDY
     ) -> GenerationResult:
         options = SamplingOptions(
-            max_tokens=max_tokens, temperature=temperature, seed=_SEED, ignore_eos=True, width=width
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=_SEED,
+            ignore_eos=True,
+            width=width,
+            cache_prompt=False,  # reading the prompt is what is measured
         )
         return self.engine.generate(ids, options)
 

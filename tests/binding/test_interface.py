@@ -63,7 +63,13 @@ WITH_OPTIONS = [
     (name, i) for name in FALLIBLE for i, argument in enumerate(FUNCTIONS[name].args) if has_struct_size(argument)
 ]
 # Handles that may be NULL, by function and index of the parameter.
-OPTIONAL = {("dflash_decoder_new", 2), ("dflash_decoder_new", 3)}
+OPTIONAL = {
+    *(("dflash_decoder_new", i) for i in (2, 3)),
+    ("dflash_prefix_snapshot_take", 2),
+    *(("dflash_prefix_snapshot_import", i) for i in (2, 3)),
+    ("dflash_prefix_snapshot_restore", 2),
+    ("dflash_prefix_snapshot_restore_chain", 0),
+}
 
 
 class Arguments:
@@ -108,6 +114,12 @@ class Arguments:
         return made
 
 
+def snapshot_of(target: pydflash.TargetModel) -> pydflash.PrefixSnapshot:
+    with pydflash.TargetCache(target, 128) as cache:
+        cache.forward([1, 2, 3])
+        return pydflash.PrefixSnapshot.take(cache, tokens=[1, 2, 3])
+
+
 @pytest.fixture(scope="module")
 def family() -> Iterator[dict[str, NativeHandle]]:
     target = pydflash.TargetModel.open(n_threads=1)
@@ -122,6 +134,7 @@ def family() -> Iterator[dict[str, NativeHandle]]:
         "dflash_draft_context": context,
         "dflash_draft_feature_mirror": pydflash.DraftFeatureMirror(draft, capacity=64),
         "dflash_decoder": pydflash.Decoder(cache, context),
+        "dflash_prefix_snapshot": snapshot_of(target),
     }
     yield objects
     for member in objects.values():
@@ -147,6 +160,7 @@ def closed(family: dict[str, NativeHandle]) -> dict[str, Any]:
         "dflash_target_cache": cache,
         "dflash_draft_model": draft,
         "dflash_target_model": target,
+        "dflash_prefix_snapshot": snapshot_of(target),
     }
     addresses = {name: int(ffi.cast("intptr_t", member._ptr)) for name, member in members.items()}
     for member in members.values():
@@ -172,7 +186,7 @@ def test_the_header_is_covered() -> None:
     assert len(FUNCTIONS) == declared
     assert set(HANDLES) == {
         "dflash_gguf", "dflash_target_model", "dflash_target_cache", "dflash_draft_model", "dflash_draft_context",
-        "dflash_draft_feature_mirror", "dflash_decoder",
+        "dflash_draft_feature_mirror", "dflash_decoder", "dflash_prefix_snapshot",
     }  # fmt: skip
     assert all(name_of(FUNCTIONS[name].args[-1].item) == "dflash_error" for name in FALLIBLE)
     assert len(WITH_HANDLE) > 50
@@ -195,8 +209,9 @@ def test_null_handle(name: str, i: int, arguments: Arguments) -> None:
     values[i] = NULL
     status, message = call(name, values)
     if (name, i) in OPTIONAL:
-        if status == 0:
-            lib.dflash_decoder_free(values[0][0])
+        first = FUNCTIONS[name].args[0].item
+        if status == 0 and first.kind == "pointer":
+            getattr(lib, f"{name_of(first.item)}_free")(values[0][0])
         return
     assert status == INVALID
     assert "NULL" in message

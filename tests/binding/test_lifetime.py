@@ -38,6 +38,9 @@ class Family:
         self.draft_context = pydflash.DraftContext(self.draft_model, full_rows=128)
         self.draft_feature_mirror = pydflash.DraftFeatureMirror(self.draft_model, capacity=128)
         self.decoder = pydflash.Decoder(self.target_cache, self.draft_context)
+        with pydflash.TargetCache(self.target_model, 128) as cache:
+            cache.forward([1, 2, 3])
+            self.prefix_snapshot = pydflash.PrefixSnapshot.take(cache, tokens=[1, 2, 3])
 
     def members(self) -> dict[str, NativeHandle]:
         return {name: value for name, value in vars(self).items() if isinstance(value, NativeHandle)}
@@ -64,6 +67,7 @@ def uses(family: Family) -> dict[str, Callable[[], object]]:
         "draft_context": lambda: family.draft_context.cursor,
         "draft_feature_mirror": lambda: family.draft_feature_mirror.valid_range,
         "decoder": lambda: family.decoder.position,
+        "prefix_snapshot": lambda: family.prefix_snapshot.logits,
     }
 
 
@@ -141,7 +145,22 @@ def test_any_order_of_closing_is_safe(family: Family, seed: int) -> None:
     assert all(member.closed for member in members)
 
 
-@pytest.mark.parametrize("noun", sorted(handle_classes()))
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_a_snapshot_is_freed_with_its_last_reference(family: Family) -> None:
+    """Caches drop snapshots that others may hold, so nobody has to close them."""
+    family.target_cache.forward(list(range(100)))
+    kept = pydflash.PrefixSnapshot.take(family.target_cache, tokens=list(range(100)))
+    before = resident_bytes()
+    for _ in range(200):
+        pydflash.PrefixSnapshot.take(family.target_cache, tokens=list(range(100)))
+    grown = resident_bytes() - before
+    assert grown < 20 * kept.n_bytes, f"grew by {grown} bytes with snapshots of {kept.n_bytes}"
+    family.target_cache.close()
+    family.target_model.close()
+    assert kept.read(0).size > 0
+
+
+@pytest.mark.parametrize("noun", sorted(handle_classes().keys() - {"prefix_snapshot"}))
 @pytest.mark.filterwarnings("always::ResourceWarning")
 def test_a_forgotten_object_warns(noun: str, target: pydflash.TargetModel, drafter: pydflash.DraftModel) -> None:
     cache = pydflash.TargetCache(target, 64, capture_layers=drafter.config.target_layer_ids)
