@@ -7,6 +7,7 @@ from typing import Final
 
 from pydflash._ffi import NULL, check, ffi, lib, text_of
 from pydflash._handle import native_call
+from pydflash.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,12 @@ def own_kernels(enabled: bool | None = None) -> bool:
     Raises:
         UnsupportedModelError: turned on in a build without them.
     """
-    if enabled is not None:
-        with native_call() as err:
-            check(lib.dflash_own_kernels_set(bool(enabled), err), err, "own_kernels_set")
-    return bool(lib.dflash_own_kernels_get())
+    if enabled is None:
+        return bool(lib.dflash_own_kernels_get())
+    on = bool(lib.dflash_own_kernels_set(bool(enabled)))
+    if enabled and not on:
+        raise UnsupportedModelError("own_kernels(True): this build has none, it was built without DFLASH_CUDA")
+    return on
 
 
 def own_kernel_counts() -> dict[str, int]:

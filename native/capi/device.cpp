@@ -33,8 +33,9 @@ void dflash_work_counters_get(dflash_work_counters * out) {
     }
 }
 
-dflash_status dflash_own_kernels_set(int32_t enabled, dflash_error * err) {
-    return guard(err, [&] { enable_own_kernels(enabled != 0); });
+int32_t dflash_own_kernels_set(int32_t enabled) {
+    enable_own_kernels(enabled != 0);
+    return dflash_own_kernels_get();
 }
 
 int32_t dflash_own_kernels_get(void) {

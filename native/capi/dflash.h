@@ -153,9 +153,9 @@ DFLASH_API void dflash_work_counters_get(dflash_work_counters * out);
 
 /* A build for CUDA carries own kernels for products and attention of 1 .. 32 rows, whose results do not depend on the
  * number of rows. On by default; 0 leaves everything to ggml. What CUDA has captured before keeps its kernels, so set
- * this before models are opened. UNSUPPORTED when turned on in a build without them. Any thread. */
-DFLASH_API dflash_status dflash_own_kernels_set(int32_t enabled, dflash_error * err);
-DFLASH_API int32_t dflash_own_kernels_get(void); /* 1: on; 0: off or not in this build */
+ * this before models are opened. Both return what holds then, 1: on, 0: off or not in this build. Any thread. */
+DFLASH_API int32_t dflash_own_kernels_set(int32_t enabled);
+DFLASH_API int32_t dflash_own_kernels_get(void);
 
 /* Nodes of graphs that own kernels have taken since the process started; a graph that CUDA has captured counts once. */
 typedef struct dflash_kernel_count {

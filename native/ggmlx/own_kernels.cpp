@@ -1,6 +1,5 @@
 #include "ggmlx/own_kernels.hpp"
 
-#include "base/error.hpp"
 #ifdef DFLASH_CUDA_KERNELS
 #include "cuda/kernels.hpp"
 #endif
@@ -8,10 +7,6 @@
 namespace dflash {
 
 #ifdef DFLASH_CUDA_KERNELS
-
-bool has_own_kernels() {
-    return true;
-}
 
 bool own_kernels_enabled() {
     return cuda::kernels_enabled();
@@ -31,16 +26,11 @@ std::vector<OwnKernelCount> own_kernel_counts() {
 
 #else
 
-bool has_own_kernels() {
-    return false;
-}
-
 bool own_kernels_enabled() {
     return false;
 }
 
-void enable_own_kernels(bool enabled) {
-    check(!enabled, Status::unsupported, "this build has no kernels of its own: it is built without DFLASH_CUDA");
+void enable_own_kernels(bool /*enabled*/) {
 }
 
 std::vector<OwnKernelCount> own_kernel_counts() {

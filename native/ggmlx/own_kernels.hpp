@@ -12,9 +12,8 @@ struct OwnKernelCount {
     int64_t nodes;
 };
 
-bool has_own_kernels();
 bool own_kernels_enabled();
-/// Throws Status::unsupported when turned on in a build without them.
+/// Changes nothing in a build without them.
 void enable_own_kernels(bool enabled);
 std::vector<OwnKernelCount> own_kernel_counts();
 
