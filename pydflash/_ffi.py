@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ __all__ = [
     "CData",
     "FloatArray",
     "IntArray",
+    "MaskCall",
+    "MaskFn",
     "ProgressCall",
     "TokenIds",
     "as_c_array",
@@ -49,6 +51,9 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int
 """Token ids as callers may pass them: a list, or a one-dimensional array of integers."""
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 IntArray: TypeAlias = npt.NDArray[np.int32]
+MaskFn: TypeAlias = Callable[[tuple[int, ...], npt.NDArray[np.uint32]], object]
+"""Given the tokens that a call has drawn so far, sets bit ``id % 32`` of word ``id // 32`` for each token that may come
+next. The words are zero before, and only valid inside the function."""
 
 # Element types of C arrays, with the only NumPy type that has the same bytes.
 _DTYPES: Final[Mapping[str, np.dtype[np.generic]]] = {
@@ -176,7 +181,7 @@ class ProgressCall:
 
     INTERVAL: Final = 0.05
 
-    function: Final = lib.pydflash_progress
+    function: ClassVar[CData] = lib.pydflash_progress
 
     def __init__(self, callback: Callable[[Progress], object] | None) -> None:
         self._callback = callback
@@ -217,6 +222,23 @@ class ProgressCall:
         check(status, err, operation)
 
 
+class MaskCall(ProgressCall):
+    """What a native call needs to ask for the tokens that may be drawn; used like ProgressCall."""
+
+    __slots__ = ("_mask",)
+
+    function: ClassVar[CData] = lib.pydflash_mask
+
+    def __init__(self, mask: MaskFn) -> None:
+        super().__init__(None)
+        self._mask = mask
+
+    def fill(self, emitted: CData, n: int, allowed: CData, n_words: int) -> None:
+        _leave_if_exiting()
+        words: npt.NDArray[np.uint32] = np.frombuffer(memoryview(ffi.buffer(allowed, 4 * n_words)), dtype=np.uint32)
+        self._mask(tuple(ffi.unpack(emitted, n)) if n else (), words)
+
+
 _running: Final[set[ProgressCall]] = set()
 _exiting: Final = threading.Event()
 
@@ -253,6 +275,17 @@ def pydflash_progress(done: int, total: int, user: CData) -> int:
     try:
         call.report(done, total)
     except BaseException as failure:  # noqa: BLE001 - raised again by ProgressCall.check()
+        call.failure = failure
+        return 1
+    return 0
+
+
+@ffi.def_extern(error=1, onerror=_interrupted)
+def pydflash_mask(emitted: CData, n: int, allowed: CData, n_words: int, user: CData) -> int:
+    call: MaskCall = ffi.from_handle(user)
+    try:
+        call.fill(emitted, n, allowed, n_words)
+    except BaseException as failure:  # noqa: BLE001 - raised again by MaskCall.check()
         call.failure = failure
         return 1
     return 0

@@ -8,14 +8,31 @@ from typing import Final
 
 import numpy as np
 
-from pydflash._ffi import NULL, CData, ProgressCall, TokenIds, as_c_array, as_ids, c_list, check, ffi, lib, text_of
+from pydflash._ffi import (
+    NULL,
+    CData,
+    MaskCall,
+    MaskFn,
+    ProgressCall,
+    TokenIds,
+    as_c_array,
+    as_ids,
+    c_list,
+    check,
+    ffi,
+    lib,
+    text_of,
+)
 from pydflash._handle import NativeHandle, use, use_all
 from pydflash.draft_context import DraftContext
 from pydflash.draft_feature_mirror import DraftFeatureMirror
+from pydflash.errors import InvalidArgumentError
 from pydflash.options import MAX_LOGPROBS, DraftFailure, SamplingOptions, as_choice, as_integer
 from pydflash.prefix_snapshot import PrefixSnapshot
 from pydflash.results import DecoderStats, Progress, StepReason, StepResult
 from pydflash.target_cache import TargetCache
+
+__all__ = ["Decoder", "MaskFn"]
 
 _REASONS: Final[dict[int, StepReason]] = {
     lib.DFLASH_STOP_NONE: "none",
@@ -81,7 +98,6 @@ class Decoder(NativeHandle):
         self._context = context
         self._result = ffi.new("dflash_step_result *")
         self._c_state = ffi.new("dflash_decoder_state *")
-        self._c_state = ffi.new("dflash_decoder_state *")
         self._logprobs: int | None = None
         self._adopt(out[0], lib.dflash_decoder_free, cache, context, mirror, exclusive=True)
 
@@ -139,7 +155,14 @@ class Decoder(NativeHandle):
             self._logprobs = sampling.logprobs
         return seed
 
-    def prefill(self, ids: TokenIds, budget: int, progress: Callable[[Progress], object] | None = None) -> StepResult:
+    def prefill(
+        self,
+        ids: TokenIds,
+        budget: int,
+        progress: Callable[[Progress], object] | None = None,
+        *,
+        mask: MaskFn | None = None,
+    ) -> StepResult:
         """Append prompt tokens and draw the first one.
 
         Args:
@@ -147,6 +170,7 @@ class Decoder(NativeHandle):
                 logits of its newest token.
             budget: most tokens to emit in this request from here on, at least 1.
             progress: called before each chunk and at the end, in tokens; raising from it stops the call.
+            mask: says which tokens may be drawn, as for step(); excludes progress.
 
         Raises:
             CapacityError: the tokens do not fit.
@@ -157,6 +181,15 @@ class Decoder(NativeHandle):
         tokens = as_ids(ids)
         c_ids = as_c_array(tokens, "int32_t[]")
         result = self._result
+        if mask is not None:
+            if progress is not None:
+                raise InvalidArgumentError("progress", progress, "None together with a mask")
+            with MaskCall(mask) as call, self._use() as (ptr, err):
+                status = lib.dflash_decoder_prefill_masked(
+                    ptr, c_ids, len(tokens), budget, call.function, call.user, result, err
+                )
+                call.check(status, err, "decoder_prefill")
+                return self._step_result(ptr, err)
         with ProgressCall(progress) as call, self._use() as (ptr, err):
             status = lib.dflash_decoder_prefill(ptr, c_ids, len(tokens), budget, call.function, call.user, result, err)
             call.check(status, err, "decoder_prefill")
@@ -202,20 +235,29 @@ class Decoder(NativeHandle):
             check(lib.dflash_decoder_restore(ptr, source, err), err, "decoder_restore")
         self._cache._note_changed()  # noqa: SLF001 - the cache's verifies are stale now
 
-    def step(self, width: int, budget: int) -> StepResult:
+    def step(self, width: int, budget: int, *, mask: MaskFn | None = None) -> StepResult:
         """Commit the step before, then emit at least one token and at most ``budget``.
 
         Args:
             width: rows of the target forward: the token to consume and width - 1 proposals. It is cut to max_width,
                 to the budget and to the room that is left; 1 decodes plainly.
             budget: most tokens to emit, at least 1.
+            mask: called on this thread for each row that is drawn from, with the tokens drawn by this call so far; sets
+                the bits of those that may come next. Proposals stand while they are draws that it allows, so the text
+                is that of masked plain decoding. An exception from it stops the call, whose tokens are dropped: reset()
+                the decoder then.
 
         Raises:
             CapacityError: the context is full.
             Cancelled: cancel() was called since begin().
-            InvalidArgumentError: there was no prefill.
+            InvalidArgumentError: there was no prefill, or the mask leaves no token.
             DeviceError, InternalError: the computation failed; also the drafter's unless that is not to be an error.
         """
+        if mask is not None:
+            with MaskCall(mask) as call, self._use() as (ptr, err):
+                status = lib.dflash_decoder_step_masked(ptr, width, budget, call.function, call.user, self._result, err)
+                call.check(status, err, "decoder_step")
+                return self._step_result(ptr, err)
         with self._use() as (ptr, err):
             status = lib.dflash_decoder_step(ptr, width, budget, self._result, err)
             if status != 0:

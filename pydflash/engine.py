@@ -13,27 +13,23 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from numbers import Integral
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pydflash import builtin
 from pydflash.decoder import Decoder
-from pydflash.draft_context import DraftContext
-from pydflash.draft_feature_mirror import DraftFeatureMirror
 from pydflash.draft_model import DraftModel
 from pydflash.engine_prefix import EnginePrefix
 from pydflash.errors import BusyError, CapacityError, ClosedError, InvalidArgumentError
 from pydflash.generate import Request, collect
 from pydflash.options import EngineOptions, SamplingOptions
 from pydflash.results import GenerationResult, GenerationStats, Progress, StreamEvent
+from pydflash.sequence import builtin_drafter_of, default_template, open_drafter, open_sequence
 from pydflash.target_cache import TargetCache
 from pydflash.target_model import TargetModel
 from pydflash.text import ChatTemplate, Tokenizer
-from pydflash.warm_up import warm_up
 from pydflash.width_policy import WidthPolicy
 
 log = logging.getLogger(__name__)
@@ -71,50 +67,10 @@ class Engine(EnginePrefix):
         self._draft = draft
         self._options = options
         self._tokenizer = Tokenizer.from_metadata(target.metadata)
-        self._template = _default_template(self._tokenizer)
-        capture = () if draft is None else draft.config.target_layer_ids
-        self._cache = resources.enter_context(
-            TargetCache(
-                target,
-                options.n_ctx,
-                options.k_type,
-                options.v_type,
-                options.max_verify,
-                capture_layers=capture,
-                feature_capacity=options.feature_capacity,
-                feature_type=options.feature_type,
-                fa_window=options.fa_window,
-            )
-        )
-        context: DraftContext | None = None
-        mirror: DraftFeatureMirror | None = None
-        if draft is not None:
-            context = resources.enter_context(
-                DraftContext(
-                    draft,
-                    options.draft_k_type,
-                    options.draft_v_type,
-                    options.draft_full_rows,
-                    options.draft_slack,
-                )
-            )
-            if draft.device != target.device:
-                rows = self._cache.feature_capacity
-                mirror = DraftFeatureMirror(draft=draft, capacity=rows, dtype=options.mirror_type)
-                resources.enter_context(mirror)
-        self._decoder = resources.enter_context(
-            Decoder(
-                self._cache,
-                context,
-                mirror,
-                prefill_chunk=options.prefill_chunk,
-                on_draft_failure=options.on_draft_failure,
-            )
-        )
-        self._policy = None if draft is None else WidthPolicy(self._decoder.max_width)
-        if self._policy is not None:
-            warm_up(self._decoder, self._policy, options.n_ctx)
-        self._open_prefix(resources, context)
+        self._template = default_template(self._tokenizer)
+        sequence = open_sequence(target, draft, options, resources)
+        self._cache, self._decoder, self._policy = sequence.cache, sequence.decoder, sequence.policy
+        self._open_prefix(resources, sequence.decoder.draft_context)
         self._stats: GenerationStats | None = None
         self._running = threading.Lock()
         self._cancelled = threading.Event()
@@ -161,12 +117,9 @@ class Engine(EnginePrefix):
                     )
                 )
             if draft == "auto":
-                draft = _builtin_drafter_of(target)
+                draft = builtin_drafter_of(target)
             if draft is not None and not isinstance(draft, DraftModel):
-                weights = options.draft_weights
-                if weights == "auto":
-                    weights = "q8_0" if (options.draft_device or target.device).upper() == "CPU" else "file"
-                draft = resources.enter_context(DraftModel.open(draft, target, options.draft_device, weights=weights))
+                draft = resources.enter_context(open_drafter(draft, target, options))
             return cls(target, draft, options, resources)
 
     def __repr__(self) -> str:
@@ -418,19 +371,3 @@ class Engine(EnginePrefix):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the Engine is closed")
-
-
-def _default_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    source = tokenizer.chat_templates.get("default")
-    if source is None:
-        return None
-    texts = ("" if i is None else tokenizer.piece(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatTemplate(source, *texts)
-
-
-def _builtin_drafter_of(target: TargetModel) -> Path | None:
-    """The drafter made for the built-in target; None, with a line in the log, for another target."""
-    if target.path.samefile(builtin.target_path()):
-        return builtin.draft_path()
-    log.info("no drafter was named for %s: decoding without one", target.path.name)
-    return None

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from pydflash.decoder import Decoder
+from pydflash.decoder import Decoder, MaskFn
 from pydflash.errors import Cancelled
 from pydflash.options import SamplingOptions
 from pydflash.results import (
@@ -143,6 +143,7 @@ class Request:
     _widths: Counter[int] = field(init=False)
     _emitted: int = field(init=False, default=0)
     _last_tokens: int = field(init=False, default=0)
+    _drafted_before: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._answer = AnswerText(self.tokenizer, self.options.stop)
@@ -197,26 +198,29 @@ class Request:
             self._raise_if_cancelled()
         yield self.decoder.prefill(self.ids[begin:], self.budget, progress=self._progress_from(begin))
         self._checkpoint()
-        drafted_before = False
         while True:
             self._raise_if_cancelled()
-            budget = self.budget - self._emitted
-            width = self._choose_width(budget)
-            begun = time.perf_counter()
-            result = self.decoder.step(width, budget)
-            ms = (time.perf_counter() - begun) * 1e3
-            self._widths[result.width] += 1
-            if self.policy is not None:
-                self.policy.record(
-                    width=result.width,
-                    n_tokens=len(result.tokens),
-                    n_accepted=result.n_accepted,
-                    ms=ms,
-                    carried_ms=result.commit_ms + result.append_ms if drafted_before else 0.0,
-                    cut=result.reason != "none",
-                )
-            drafted_before = result.n_proposed > 0
-            yield result
+            yield self._step()
+
+    def _step(self, mask: MaskFn | None = None) -> StepResult:
+        """One step of the decoder, and what the policy learns from it."""
+        budget = self.budget - self._emitted
+        width = self._choose_width(budget)
+        begun = time.perf_counter()
+        result = self.decoder.step(width, budget, mask=mask)
+        ms = (time.perf_counter() - begun) * 1e3
+        self._widths[result.width] += 1
+        if self.policy is not None:
+            self.policy.record(
+                width=result.width,
+                n_tokens=len(result.tokens),
+                n_accepted=result.n_accepted,
+                ms=ms,
+                carried_ms=result.commit_ms + result.append_ms if self._drafted_before else 0.0,
+                cut=result.reason != "none",
+            )
+        self._drafted_before = result.n_proposed > 0
+        return result
 
     def _checkpoint(self) -> None:
         if self.checkpoint is not None:

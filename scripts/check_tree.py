@@ -29,7 +29,7 @@ PYTHON_LAYERS = [
     {"_ffi", "_handle", "_log"},
     {"text"},
     {"(nouns)"},
-    {"engine", "engine_prefix", "generate", "prefix_cache", "sequence_prefix", "session"},
+    {"engine", "engine_prefix", "generate", "prefix_cache", "sequence", "sequence_prefix", "session"},
     {"server"},
     {"cli", "__main__"},
 ]

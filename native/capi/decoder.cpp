@@ -54,6 +54,31 @@ void fill_result(dflash_decoder & handle, StepResult && step, dflash_step_result
     handle.draws = std::move(step.draws);
 }
 
+std::function<bool(int64_t, int64_t)> report_to(dflash_progress_fn progress, void * user) {
+    if (progress == nullptr) {
+        return {};
+    }
+    return [progress, user](int64_t done, int64_t total) { return progress(done, total, user) == 0; };
+}
+
+/// The mask of one call: it is gone when the call returns.
+class MaskScope {
+  public:
+    MaskScope(Decoder & decoder, dflash_mask_fn mask, void * user) : decoder_(decoder) {
+        required(mask, "mask");
+        decoder.set_mask([mask, user](const int32_t * emitted, int64_t n, std::vector<uint32_t> & allowed) {
+            check(mask(emitted, n, allowed.data(), static_cast<int64_t>(allowed.size()), user) == 0, Status::cancelled,
+                  "the mask function stopped the call");
+        });
+    }
+    ~MaskScope() { decoder_.set_mask({}); }
+    MaskScope(const MaskScope &) = delete;
+    MaskScope & operator=(const MaskScope &) = delete;
+
+  private:
+    Decoder & decoder_;
+};
+
 } // namespace
 
 void dflash_sampling_options_init(dflash_sampling_options * options) {
@@ -194,11 +219,7 @@ dflash_status dflash_decoder_prefill(dflash_decoder * decoder, const int32_t * i
         if (n > 0) {
             required(ids, "ids");
         }
-        std::function<bool(int64_t, int64_t)> report;
-        if (progress != nullptr) {
-            report = [&](int64_t done, int64_t total) { return progress(done, total, user) == 0; };
-        }
-        fill_result(*use, use->decoder->prefill(ids, n, budget, report), r);
+        fill_result(*use, use->decoder->prefill(ids, n, budget, report_to(progress, user)), r);
     });
 }
 
@@ -207,6 +228,31 @@ dflash_status dflash_decoder_step(dflash_decoder * decoder, int32_t width, int64
     return guard(err, [&] {
         dflash_step_result & r = output(result, "result");
         const UseAll use(decoder);
+        fill_result(*use, use->decoder->step(width, budget), r);
+    });
+}
+
+dflash_status dflash_decoder_prefill_masked(dflash_decoder * decoder, const int32_t * ids, int64_t n, int64_t budget,
+                                            dflash_mask_fn mask, void * user, dflash_step_result * result,
+                                            dflash_error * err) {
+    return guard(err, [&] {
+        dflash_step_result & r = output(result, "result");
+        const UseAll use(decoder);
+        check(n >= 0, Status::invalid, "%lld tokens, want >= 0", static_cast<long long>(n));
+        if (n > 0) {
+            required(ids, "ids");
+        }
+        const MaskScope scope(*use->decoder, mask, user);
+        fill_result(*use, use->decoder->prefill(ids, n, budget, {}), r);
+    });
+}
+
+dflash_status dflash_decoder_step_masked(dflash_decoder * decoder, int32_t width, int64_t budget, dflash_mask_fn mask,
+                                         void * user, dflash_step_result * result, dflash_error * err) {
+    return guard(err, [&] {
+        dflash_step_result & r = output(result, "result");
+        const UseAll use(decoder);
+        const MaskScope scope(*use->decoder, mask, user);
         fill_result(*use, use->decoder->step(width, budget), r);
     });
 }

@@ -788,6 +788,20 @@ DFLASH_API dflash_status dflash_decoder_reset(dflash_decoder * decoder, dflash_e
 /* Makes the running prefill stop before its next chunk, and the next step fail with CANCELLED; begin clears it.
  * Any thread. */
 DFLASH_API dflash_status dflash_decoder_cancel(dflash_decoder * decoder, dflash_error * err);
+/* Says which tokens the next draw may give: sets bit id % 32 of allowed[id / 32], all clear before, n_words words.
+ * Called in order for each row that is drawn from, on the thread of the call; emitted are the n tokens drawn in this
+ * call so far, accepted proposals included. A return value other than 0 cancels the call; the tokens it drew are
+ * dropped. */
+typedef int32_t (*dflash_mask_fn)(const int32_t * emitted, int64_t n, uint32_t * allowed, int64_t n_words, void * user);
+/* prefill and step with a mask on every draw. A proposal stands only while it is a draw that the mask allows, so the
+ * tokens are those of masked decoding without a drafter. Log-probabilities stay those of the whole vocabulary. INVALID:
+ * a row without an allowed token. */
+DFLASH_API dflash_status dflash_decoder_prefill_masked(dflash_decoder * decoder, const int32_t * ids, int64_t n,
+                                                       int64_t budget, dflash_mask_fn mask, void * user,
+                                                       dflash_step_result * result, dflash_error * err);
+DFLASH_API dflash_status dflash_decoder_step_masked(dflash_decoder * decoder, int32_t width, int64_t budget,
+                                                    dflash_mask_fn mask, void * user, dflash_step_result * result,
+                                                    dflash_error * err);
 
 /* cdef: end. */
 

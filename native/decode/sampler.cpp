@@ -85,6 +85,13 @@ Sampler::Sampler(const SamplingParams & params, int32_t n_vocab) : params_(param
     }
 }
 
+void Sampler::set_allowed(const uint32_t * words) {
+    allowed_ = words;
+    if (words != nullptr) {
+        edited_.resize(static_cast<size_t>(n_vocab_));
+    }
+}
+
 Draw Sampler::draw(const float * logits, int64_t position, const TokenHistory & history) const {
     Draw out;
     draw(logits, position, history, out);
@@ -137,6 +144,13 @@ const float * Sampler::edited_row(const float * logits, const TokenHistory & his
             float & logit = edited_[static_cast<size_t>(seen.token)];
             logit = logit <= 0.0f ? logit * params_.repeat_penalty : logit / params_.repeat_penalty;
             logit -= static_cast<float>(seen.count) * params_.frequency_penalty + params_.presence_penalty;
+        }
+    }
+    if (allowed_ != nullptr) {
+        for (int32_t token = 0; token < n_vocab_; ++token) {
+            if ((allowed_[token / 32] >> (token % 32) & 1u) == 0) {
+                edited_[static_cast<size_t>(token)] = minus_infinity;
+            }
         }
     }
     return edited_.data();
@@ -287,7 +301,7 @@ void Sampler::fail_unusable(const float * logits, int64_t position) const {
               "bias and penalties turn logit %g of token %d at position %lld into %g",
               static_cast<double>(logits[token]), token, at, static_cast<double>(edited));
     }
-    fail(Status::invalid, "logit_bias and ignore_eos forbid every token at position %lld", at);
+    fail(Status::invalid, "logit_bias, ignore_eos or a mask forbid every token at position %lld", at);
 }
 
 } // namespace dflash

@@ -48,6 +48,10 @@ class Sampler {
     /// Throws Status::invalid (SamplingParams::validate).
     Sampler(const SamplingParams & params, int32_t n_vocab);
 
+    /// Forbids every token whose bit (id % 32 of word id / 32) is clear, from the next draw on; null lifts that. The
+    /// words are read by draw() and belong to the caller.
+    void set_allowed(const uint32_t * words);
+
     /// logits: [n_vocab] f32, read only; -infinity excludes a token. position: absolute position of the token to draw.
     /// history: every earlier token; must count a window of history_window(). Allocates nothing once `out` has grown.
     /// Throws Status::internal for a row that holds NaN or +infinity or no finite logit, Status::invalid when bias and
@@ -77,7 +81,7 @@ class Sampler {
         double total = 0.0;
     };
 
-    bool edits_rows() const { return !biases_.empty() || params_.penalises(); }
+    bool edits_rows() const { return allowed_ != nullptr || !biases_.empty() || params_.penalises(); }
     bool cuts_top_k() const { return params_.top_k > 0 && params_.top_k < n_vocab_; }
     bool cuts_by_mass() const { return params_.typical_p < 1.0f || params_.top_p < 1.0f || params_.min_p > 0.0f; }
 
@@ -95,6 +99,7 @@ class Sampler {
     SamplingParams params_;
     int32_t n_vocab_;
     std::vector<Bias> biases_; // by token, one entry each
+    const uint32_t * allowed_ = nullptr;
     float temperature_scale_ = 1.0f;
 
     mutable std::vector<float> edited_;

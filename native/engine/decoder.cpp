@@ -166,10 +166,9 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
         forward = ingest(ids, n, true, progress);
     }
     stats_.prefill_ms += watch.lap_ms();
-
     const StopRule rule{stop_ids_, 1};
-    AcceptResult accepted = accept_chain(
-        {}, [&](int32_t) { return forward.logits.data(); }, cache_.position() - 1, *sampler_, *history_, rule);
+    const RowLogits row = masked([&](int32_t) { return forward.logits.data(); });
+    AcceptResult accepted = accept_chain({}, row, cache_.position() - 1, *sampler_, *history_, rule);
     StepResult result;
     result.tokens = std::move(accepted.emitted);
     result.draws = std::move(accepted.draws);
@@ -181,6 +180,27 @@ StepResult Decoder::prefill(const int32_t * ids, int64_t n, int64_t budget,
     stats_.emitted += 1;
     stats_.accept_ms += result.accept_ms;
     return result;
+}
+
+RowLogits Decoder::masked(RowLogits row) {
+    if (!mask_) {
+        return row;
+    }
+    const int64_t before = history_->size();
+    return [this, before, row = std::move(row)](int32_t i) {
+        const std::vector<int32_t> & tokens = history_->tokens();
+        allowed_.assign(static_cast<size_t>((sampler_->n_vocab() + 31) / 32), 0);
+        mask_(tokens.data() + before, static_cast<int64_t>(tokens.size()) - before, allowed_);
+        sampler_->set_allowed(allowed_.data());
+        return row(i);
+    };
+}
+
+void Decoder::set_mask(RowMask mask) {
+    mask_ = std::move(mask);
+    if (!mask_ && sampler_ != nullptr) {
+        sampler_->set_allowed(nullptr);
+    }
 }
 
 void Decoder::settle(int64_t n_keep) {
@@ -238,14 +258,15 @@ StepResult Decoder::step_alone(int64_t budget) {
     const VerifyOutcome outcome = target_.advance(history_->tokens().back());
     const StopRule rule{stop_ids_, budget};
     AcceptResult accepted;
-    if (sampler_->is_greedy_without_processing()) {
+    if (draws_on_device()) {
         const std::vector<int32_t> argmax = target_.verify_argmax(outcome);
         result.verify_ms = watch.lap_ms();
         accepted = accept_chain_greedy({}, argmax, *history_, rule);
     } else {
         const float * logits = target_.verify_logits(outcome, 0);
         result.verify_ms = watch.lap_ms();
-        accepted = accept_chain({}, [&](int32_t) { return logits; }, outcome.base, *sampler_, *history_, rule);
+        const RowLogits row = masked([&](int32_t) { return logits; });
+        accepted = accept_chain({}, row, outcome.base, *sampler_, *history_, rule);
     }
     result.tokens = std::move(accepted.emitted);
     result.draws = std::move(accepted.draws);
@@ -291,16 +312,15 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
     }
     const StopRule rule{stop_ids_, budget};
     AcceptResult accepted;
-    if (sampler_->is_greedy_without_processing()) {
+    if (draws_on_device()) {
         const std::vector<int32_t> argmax = target_.verify_argmax(pending_);
         result.verify_ms = watch.lap_ms();
         accepted = accept_chain_greedy(proposals, argmax, *history_, rule);
     } else {
         target_.wait();
         result.verify_ms = watch.lap_ms();
-        accepted = accept_chain(
-            proposals, [&](int32_t row) { return target_.verify_logits(pending_, row); }, pending_.base, *sampler_,
-            *history_, rule);
+        const RowLogits row = masked([&](int32_t i) { return target_.verify_logits(pending_, i); });
+        accepted = accept_chain(proposals, row, pending_.base, *sampler_, *history_, rule);
     }
     pending_rows_ = static_cast<int64_t>(accepted.emitted.size());
     result.n_accepted = accepted.n_accepted;

@@ -49,6 +49,11 @@ struct DecoderStats {
     std::string draft_disabled; // why the drafter stopped, empty while it works
 };
 
+/// Which tokens the next draw may give: sets bit id % 32 of word id / 32 for each of them; all bits are clear before.
+/// emitted: the n tokens that the running call has drawn so far. Called once for each row that is drawn from, in order,
+/// also behind accepted proposals. What it throws ends the call.
+using RowMask = std::function<void(const int32_t * emitted, int64_t n, std::vector<uint32_t> & allowed)>;
+
 /// The token loop over one target cache, with or without a drafter: each step proposes, verifies, draws and accepts;
 /// what a step accepted is committed by the next step, or by settle(), so that a caller may still cut it. One user at
 /// a time; cancel() from any thread.
@@ -66,6 +71,9 @@ class Decoder {
     /// n = 0 is legal with an anchor, or when the cache has the logits of its newest token, as after a restore.
     StepResult prefill(const int32_t * ids, int64_t n, int64_t budget,
                        const std::function<bool(int64_t, int64_t)> & progress);
+    /// Restricts the draws of the calls that follow; an empty function lifts that. Verified proposals stand only while
+    /// they are draws that the mask allows, so the text is that of masked plain decoding.
+    void set_mask(RowMask mask);
     /// Consumes the anchor and up to width - 1 proposals, emits at least one token and at most `budget`.
     /// width <= 1, or no drafter: plain decoding. Throws Status::capacity when the context is full.
     StepResult step(int32_t width, int64_t budget);
@@ -105,6 +113,8 @@ class Decoder {
     /// The anchor and n tokens through the target; with logits of the last one where asked for.
     ForwardResult ingest(const int32_t * ids, int64_t n, bool logits,
                          const std::function<bool(int64_t, int64_t)> & progress);
+    RowLogits masked(RowLogits row);
+    bool draws_on_device() const { return !mask_ && sampler_->is_greedy_without_processing(); }
     StepResult step_alone(int64_t budget);
     StepResult step_drafted(int32_t width, int64_t budget);
     void disable_draft(const Error & error);
@@ -125,6 +135,8 @@ class Decoder {
     /// While decoding plainly, features wait in the ring until the drafter is asked again or this many are there: a
     /// drafter that does not pay then costs nothing.
     int64_t backlog_ = 1;
+    RowMask mask_;
+    std::vector<uint32_t> allowed_; // words of the mask in use
     VerifyOutcome pending_;
     int64_t pending_rows_ = 0;
     double carried_commit_ms_ = 0; // of the previous step, reported with the one that pays for it

@@ -17,6 +17,7 @@ from pydflash.cli.convert import convert
 from pydflash.cli.devices import devices
 from pydflash.cli.generate import generate
 from pydflash.cli.inspect import inspect
+from pydflash.cli.serve import serve
 from pydflash.errors import DeviceError, InternalError, OutOfMemoryError, PoisonedError, PydflashError
 
 _USAGE = 2
@@ -32,7 +33,7 @@ app = typer.Typer(
     help="Run Qwen3.5-family GGUF models with DFlash speculative decoding.",
     epilog="Environment: PYDFLASH_MODEL, PYDFLASH_DRAFT, PYDFLASH_DEVICE stand in for --model, --draft, --device.",
 )
-for command in (generate, chat, inspect, bench, devices, convert):
+for command in (generate, chat, serve, inspect, bench, devices, convert):
     app.command()(command)
 
 

@@ -129,6 +129,52 @@ TEST(greedy_applies_bias_and_penalties_only) {
     CHECK_EQ(token([](SamplingParams & p) { p.repeat_penalty = 2.0f; }, {10}), 20);
 }
 
+/// A mask is the same as a bias of -infinity on what it leaves out, with every setting.
+TEST(a_mask_forbids_what_it_leaves_out) {
+    constexpr int32_t n_vocab = 77;
+    const std::vector<float> row = random_row(n_vocab, 5);
+    std::vector<uint32_t> words(3, 0);
+    std::vector<std::pair<int32_t, float>> forbidden;
+    for (int32_t token = 0; token < n_vocab; ++token) {
+        if (token % 3 == 1) {
+            words[static_cast<size_t>(token / 32)] |= 1u << (token % 32);
+        } else {
+            forbidden.emplace_back(token, -infinity);
+        }
+    }
+    for (const auto & [name, set] : toy_settings()) {
+        Sampler masked(make_params(set), n_vocab);
+        masked.set_allowed(words.data());
+        SamplingParams params = make_params(set);
+        params.logit_bias.insert(params.logit_bias.end(), forbidden.begin(), forbidden.end());
+        const Sampler biased(params, n_vocab);
+        const Sampler plain(make_params(set), n_vocab);
+        int32_t n_other = 0;
+        for (int64_t position = 0; position < 64; ++position) {
+            const int32_t token = masked.draw(row.data(), position, make_history(masked, toy_history)).token;
+            CHECK_EQ(token % 3, 1);
+            CHECK_EQ(token, biased.draw(row.data(), position, make_history(biased, toy_history)).token);
+            n_other += token != plain.draw(row.data(), position, make_history(plain, toy_history)).token;
+        }
+        CHECK(n_other > 0);
+        masked.set_allowed(nullptr);
+        CHECK_EQ(masked.draw(row.data(), 3, make_history(masked, toy_history)).token,
+                 plain.draw(row.data(), 3, make_history(plain, toy_history)).token);
+    }
+}
+
+TEST(a_mask_needs_a_token_and_processing) {
+    const std::vector<float> row = random_row(40, 6);
+    const std::vector<uint32_t> none(2, 0);
+    Sampler greedy(SamplingParams{}, 40);
+    CHECK(greedy.is_greedy_without_processing());
+    greedy.set_allowed(none.data());
+    CHECK(!greedy.is_greedy_without_processing());
+    CHECK_THROWS(Status::invalid, greedy.draw(row.data(), 0, make_history(greedy, {})));
+    greedy.set_allowed(nullptr);
+    CHECK(greedy.is_greedy_without_processing());
+}
+
 TEST(device_argmax_suffices_only_without_processing) {
     const auto plain = [](const Setter & set) { return Sampler(make_params(set), 50).is_greedy_without_processing(); };
     CHECK(plain([](SamplingParams &) {}));

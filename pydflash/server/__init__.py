@@ -1,0 +1,1 @@
+"""An HTTP server in the forms of llama.cpp's server, OpenAI and Anthropic. Needs the ``server`` extra."""
