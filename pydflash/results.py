@@ -41,6 +41,9 @@ class StepResult:
             for.
         width: rows of the target forward.
         n_proposed: proposals of the drafter that were verified; n_accepted of them were right.
+        tree: nodes of the tree that was verified; 0: a chain, or nothing.
+        depth: of the deepest proposal, n_proposed for a chain.
+        n_chain: the drafter's first choices one behind the other; n_chain_accepted of them were right in a row.
         reason: "stop", "budget" or "none".
         draft_ms, verify_ms, accept_ms: of this step.
         commit_ms, append_ms: of the step before, which this call committed; appending also covers features that this
@@ -59,6 +62,10 @@ class StepResult:
     accept_ms: float
     commit_ms: float
     append_ms: float
+    tree: int = 0
+    depth: int = 0
+    n_chain: int = 0
+    n_chain_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,8 +51,8 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     return build_linear(ctx, l.wo, out);
 }
 
-ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x, StateUpdate update,
-                              DeltaNetCapture * capture) {
+ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x,
+                              const RowInputs & rows, StateUpdate update, DeltaNetCapture * capture) {
     ggml_context * ctx = graph.ctx();
     const TargetConfig & c = cache.model().config();
     const TargetLayer & l = cache.model().layer(il);
@@ -84,9 +84,11 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
         by_time = ggml_concat(ctx, ggml_transpose(ctx, conv_state), ggml_transpose(ctx, mixed), 0);
     } else { // a commit gathers columns of the window
         window = ggml_concat(ctx, conv_state, mixed, 1);
-        by_time = ggml_cont(ctx, ggml_transpose(ctx, window));
+        by_time = rows.tree == nullptr ? ggml_cont(ctx, ggml_transpose(ctx, window)) : nullptr;
     }
-    ggml_tensor * qkv = ggml_silu(ctx, ggml_ssm_conv(ctx, by_time, l.ssm_conv1d)); // [channels, n]
+    ggml_tensor * qkv = rows.tree == nullptr ? ggml_ssm_conv(ctx, by_time, l.ssm_conv1d)
+                                             : build_tree_conv(ctx, window, l.ssm_conv1d, *rows.tree);
+    qkv = ggml_silu(ctx, qkv); // [channels, n]
     if (update == StateUpdate::write) {
         graph.expand(qkv);
         ggml_tensor * newest =
@@ -103,9 +105,10 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
     ggml_tensor * v =
         ggml_view_3d(ctx, qkv, s, hv, n, ggml_row_size(qkv->type, s), qkv->nb[1], ggml_row_size(qkv->type, 2 * hk * s));
 
-    const bool keep_states = update == StateUpdate::keep && cache.options().keep_states;
+    const bool keep_states = update == StateUpdate::keep && rows.tree == nullptr && cache.options().keep_states;
     const int64_t n_states = keep_states ? n : 1;
-    ggml_tensor * mix = ggml_gated_delta_net(ctx, q, k, v, g, beta, state, n_states);
+    ggml_tensor * mix = rows.tree == nullptr ? ggml_gated_delta_net(ctx, q, k, v, g, beta, state, n_states)
+                                             : build_tree_delta(ctx, qk, qkv, g, beta, state, *rows.tree);
     const size_t tail = ggml_row_size(mix->type, s * hv * n);
     if (update == StateUpdate::write) {
         ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, tail);
@@ -265,7 +268,7 @@ ggml_tensor * build_feed_forward(ggml_context * ctx, const TargetConfig & config
 ggml_tensor * build_mixer(Graph & graph, const TargetCache & cache, int32_t layer, ggml_tensor * x,
                           const RowInputs & rows, StateUpdate update, DeltaNetCapture * capture) {
     if (cache.model().config().recurrent[static_cast<size_t>(layer)]) {
-        return build_delta_net(graph, cache, layer, x, update, capture);
+        return build_delta_net(graph, cache, layer, x, rows, update, capture);
     }
     return build_full_attention(graph, cache, layer, x, rows);
 }
