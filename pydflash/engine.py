@@ -28,13 +28,13 @@ from pydflash.draft_model import DraftModel
 from pydflash.engine_prefix import EnginePrefix
 from pydflash.errors import BusyError, CapacityError, ClosedError, InvalidArgumentError
 from pydflash.generate import Request, collect
-from pydflash.options import EngineOptions, SamplingOptions
+from pydflash.options import EngineOptions, SamplingOptions, tree_sizes
 from pydflash.results import GenerationResult, GenerationStats, Progress, StreamEvent
+from pydflash.shape_policy import ShapePolicy
 from pydflash.target_cache import TargetCache
 from pydflash.target_model import TargetModel
 from pydflash.text import ChatTemplate, Tokenizer
 from pydflash.warm_up import warm_up
-from pydflash.width_policy import WidthPolicy
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +73,14 @@ class Engine(EnginePrefix):
         self._tokenizer = Tokenizer.from_metadata(target.metadata)
         self._template = _default_template(self._tokenizer)
         capture = () if draft is None else draft.config.target_layer_ids
+        trees = () if draft is None else tree_sizes(options)
         self._cache = resources.enter_context(
             TargetCache(
                 target,
                 options.n_ctx,
                 options.k_type,
                 options.v_type,
-                options.max_verify,
+                max([options.max_verify, *(n + 1 for n in trees)]),
                 capture_layers=capture,
                 feature_capacity=options.feature_capacity,
                 feature_type=options.feature_type,
@@ -111,7 +112,9 @@ class Engine(EnginePrefix):
                 on_draft_failure=options.on_draft_failure,
             )
         )
-        self._policy = None if draft is None else WidthPolicy(self._decoder.max_width)
+        self._policy: ShapePolicy | None = None
+        if draft is not None:
+            self._policy = ShapePolicy(min(self._decoder.max_width, options.max_verify), trees)
         if self._policy is not None:
             warm_up(self._decoder, self._policy, options.n_ctx)
         self._open_prefix(resources, context)
@@ -246,7 +249,7 @@ class Engine(EnginePrefix):
         return self._template
 
     @property
-    def width_policy(self) -> WidthPolicy | None:
+    def width_policy(self) -> ShapePolicy | None:
         """What has been learnt about step costs and acceptance; None without a drafter."""
         return self._policy
 
@@ -330,6 +333,10 @@ class Engine(EnginePrefix):
         started = time.perf_counter()
         self._check_open()
         options = SamplingOptions() if options is None else options
+        if self._policy is not None and (options.tree or 0) > self._decoder.max_tree:
+            raise InvalidArgumentError(
+                "tree", options.tree, f"at most {self._decoder.max_tree}, which this engine was opened for"
+            )
         ids = self.encode(prompt)
         n_ctx = self._options.n_ctx
         if len(ids) >= n_ctx:

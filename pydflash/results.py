@@ -121,6 +121,7 @@ class GenerationStats:
         total_ms: from the call to the last token, tokenising and waiting included.
         drafter: "on", "off", or why it does not work.
         widths: rows of a target forward -> steps that had as many.
+        trees: nodes of a tree -> steps that verified one of as many; the other steps had a chain or nothing.
     """
 
     prompt_tokens: int
@@ -142,6 +143,7 @@ class GenerationStats:
     widths: Mapping[int, int] = field(default_factory=dict, hash=False)
     prefix_source: str = "off"
     prefix_reason: str = ""
+    trees: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def evaluated_tokens(self) -> int:
@@ -175,6 +177,7 @@ class GenerationStats:
         widths: Mapping[int, int] | None = None,
         prefix_source: str = "off",
         prefix_reason: str = "",
+        trees: Mapping[int, int] | None = None,
     ) -> Self:
         """The totals of a decoder, with what only the caller knows.
 
@@ -201,6 +204,7 @@ class GenerationStats:
             widths={} if widths is None else dict(widths),
             prefix_source=prefix_source,
             prefix_reason=prefix_reason,
+            trees={} if trees is None else dict(trees),
         )
 
     def to_dict(self) -> dict[str, object]:

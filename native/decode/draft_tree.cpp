@@ -43,8 +43,9 @@ class Builder {
         while (!open_.empty() && n_nodes() < limits_.n_nodes) {
             const Choice choice = open_.top();
             open_.pop();
-            if (is_inner_[static_cast<size_t>(choice.parent)] && n_leaves_ >= limits_.n_paths) {
-                continue; // so would be its siblings
+            const int32_t levels = std::max(tree_.depth, static_cast<int32_t>(choice.slot) + 1) + 1;
+            if (size_for(levels, n_leaves_ + (is_inner_[static_cast<size_t>(choice.parent)] ? 1 : 0)) == nullptr) {
+                continue; // neither would its siblings fit
             }
             on_chain = on_chain && choice.parent == tree_.n_chain && choice.rank == 0;
             node = add(choice);
@@ -52,10 +53,16 @@ class Builder {
             offer(choice.parent, choice.slot, choice.rank + 1);
             offer(node, choice.slot + 1, 0);
         }
+        tree_.size = *size_for(tree_.depth + 1, n_leaves_);
         return std::move(tree_);
     }
 
   private:
+    const TreeSize * size_for(int32_t n_levels, int32_t n_paths) const {
+        const auto it = std::find_if(limits_.sizes.begin(), limits_.sizes.end(),
+                                     [&](const TreeSize & size) { return size.holds(n_levels, n_paths); });
+        return it == limits_.sizes.end() ? nullptr : &*it;
+    }
     int32_t n_nodes() const { return static_cast<int32_t>(tree_.parents.size()) - 1; }
     float score_of(int32_t parent, size_t slot, size_t rank) const {
         return tree_.scores[static_cast<size_t>(parent)] + slots_[slot].logprobs[rank];
@@ -109,8 +116,12 @@ SlotCandidates sorted_candidates(const int32_t * tokens, const float * values, i
 TreeLimits tree_limits(int32_t n_nodes, int32_t n_slots) {
     TreeLimits limits;
     limits.n_nodes = n_nodes;
-    limits.n_seed = std::min(n_nodes, n_slots);
-    limits.n_paths = n_nodes;
+    limits.n_seed = std::min(n_nodes / 4, n_slots);
+    const int32_t deepest = std::min(n_nodes, n_slots) + 1;
+    for (const int32_t quarters : {4, 3, 2}) {
+        const int32_t n_levels = (deepest * quarters + 3) / 4;
+        limits.sizes.push_back({n_levels, std::clamp(n_nodes * 9 / (2 * n_levels), 1, n_nodes)});
+    }
     return limits;
 }
 
@@ -122,7 +133,8 @@ DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & s
               static_cast<size_t>(limits.n_seed) <= slots.size(),
           Status::invalid, "a chain of %d nodes in a tree of %d over %zu slots", limits.n_seed, limits.n_nodes,
           slots.size());
-    check(limits.n_paths >= 1, Status::invalid, "a tree of %d paths, want at least 1", limits.n_paths);
+    check(!limits.sizes.empty() && limits.sizes[0].holds(limits.n_seed + 1, 1), Status::invalid,
+          "a chain of %d nodes does not fit the tree's first size", limits.n_seed);
     for (size_t i = 0; i < slots.size(); ++i) {
         check(!slots[i].tokens.empty() && slots[i].tokens.size() == slots[i].logprobs.size(), Status::invalid,
               "slot %zu has %zu candidates and %zu log-probabilities", i, slots[i].tokens.size(),

@@ -22,10 +22,19 @@ struct SlotCandidates {
 /// log_normaliser. Of equal tokens the best stays. Throws Status::internal when a value is not a number.
 SlotCandidates sorted_candidates(const int32_t * tokens, const float * values, int32_t n, float log_normaliser);
 
+/// Room for the paths of a tree from the anchor to its leaves. The recurrence of a hybrid model runs over all of it.
+struct TreeSize {
+    int32_t n_levels = 0; // greatest depth + 1
+    int32_t n_paths = 0;  // leaves
+
+    bool holds(int32_t levels, int32_t paths) const { return levels <= n_levels && paths <= n_paths; }
+};
+
 struct DraftTree {
     std::vector<int32_t> parents; // parents[0] = -1
     std::vector<int32_t> tokens;  // tokens[0]: the anchor
     std::vector<float> scores;    // log-probability of the path to a node; 0 for the anchor
+    TreeSize size;                // the first of TreeLimits::sizes that it fits
     int32_t n_chain = 0;          // nodes 1..n_chain are each slot's best token, one behind the other
     int32_t depth = 0;            // of the deepest node
 };
@@ -33,17 +42,18 @@ struct DraftTree {
 struct TreeLimits {
     int32_t n_nodes = 0; // besides the anchor, 1 to max_tree_nodes
     int32_t n_seed = 0;  // of these, the chain of best tokens that is taken unseen; at most n_nodes and the slots
-    int32_t n_paths = 0; // most leaves, at least 1
+    std::vector<TreeSize> sizes; // what the tree may become, at least one; the first holds the chain
 };
 
-/// What a tree of n_nodes behind n_slots slots is made with: the whole chain as far as it fits, and as many leaves as
-/// the node count makes likely to be useful.
+/// What a tree of n_nodes behind n_slots slots is made with: a quarter of the nodes as a chain, against a drafter that
+/// thinks too well of its second choices, and three sizes of about 4.5 places a node, deep and narrow to flat and wide.
+/// Three fixed sizes are three graphs, and few places keep the recurrence cheap.
 TreeLimits tree_limits(int32_t n_nodes, int32_t n_slots);
 
-/// The chain of best tokens, then always the node with the greatest score that is not in yet, until n_nodes are. Slots
-/// are independent in a block drafter, so a node's score is the sum of its path's log-probabilities. Equal scores: the
-/// one that was found first. Fewer nodes come out only when the candidates are used up. Throws Status::invalid for
-/// limits out of range or a slot without candidates.
+/// A chain of best tokens, then always the node with the greatest score that is not in yet and with which the tree
+/// still has one of the sizes, until n_nodes are there. Slots are independent in a block drafter, so a node's score is
+/// the sum of its path's log-probabilities. Equal scores: the one that was found first. Fewer nodes come out only when
+/// the candidates are used up. Throws Status::invalid for limits out of range or a slot without candidates.
 DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & slots, const TreeLimits & limits);
 
 /// A tree as sequences: one for each leaf, from the anchor down.

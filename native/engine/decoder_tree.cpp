@@ -51,8 +51,9 @@ StepResult Decoder::step_drafted_tree(int32_t n_nodes, int64_t budget) {
     result.tree = n - 1;
     result.depth = tree.depth;
     result.n_chain = tree.n_chain;
-    pending_ = target_.verify_tree(tree.tokens.data(), tree.parents.data(), n,
-                                   {std::min(n_slots, n_nodes) + 1, limits.n_paths});
+    // A tree that is used for the first time may need any of its sizes later: none is built amid a request then.
+    target_.prepare_tree(n, limits.sizes);
+    pending_ = target_.verify_tree(tree.tokens.data(), tree.parents.data(), n, tree.size);
     const StopRule rule{stop_ids_, budget};
     AcceptResult accepted;
     if (sampler_->is_greedy_without_processing()) {

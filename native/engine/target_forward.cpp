@@ -9,7 +9,7 @@
 namespace dflash {
 namespace {
 
-constexpr size_t max_graphs = 16;
+constexpr size_t max_graphs = 32;
 
 } // namespace
 

@@ -50,12 +50,6 @@ struct VerifyOutcome {
     std::shared_ptr<const TreeLayout> tree; // null: verify() ran a chain
 };
 
-/// Sizes that a tree's graph has room for.
-struct TreeShape {
-    int32_t n_levels = 0; // greatest depth + 1
-    int32_t n_paths = 0;  // leaves
-};
-
 /// Runs the target over one cache and owns the graphs that do it. One user at a time; takes the device's lock.
 class TargetForward {
   public:
@@ -71,10 +65,12 @@ class TargetForward {
     /// device, at least n long) is given. An earlier outcome becomes stale.
     VerifyOutcome verify(const int32_t * ids, int32_t n, DeviceIds device_ids = {});
     /// The same for the nodes of a tree: row i is ids[i] behind row parents[i], parents[0] = -1, at the position of its
-    /// depth. Graphs of at least the given size are used, so that steps with different trees share one; a tree that
-    /// does not fit gets a larger one. A tree that is a chain runs as verify(). Throws Status::invalid naming the row
+    /// depth. A graph of the given size is used, so that steps with different trees share one; a tree that does not fit
+    /// gets one that it does. A tree that is a chain runs as verify(). Throws Status::invalid naming the row
     /// for parents that are no tree, for more rows than max_verify or than max_tree_nodes + 1.
-    VerifyOutcome verify_tree(const int32_t * ids, const int32_t * parents, int32_t n, TreeShape at_least = {});
+    VerifyOutcome verify_tree(const int32_t * ids, const int32_t * parents, int32_t n, TreeSize size = {});
+    /// Builds what verify_tree() and its commit need for n rows at the current position, as far as it is not there.
+    void prepare_tree(int32_t n, const std::vector<TreeSize> & sizes);
     /// Runs one token and commits it in the same pass. The outcome's logits can be read; it cannot be committed again.
     VerifyOutcome advance(int32_t id);
     /// Waits for what was queued.
@@ -126,6 +122,7 @@ class TargetForward {
     Entry & entry(const TargetGraphShape & shape);
     void run(Entry & entry, int64_t base, const int32_t * ids, const float * hidden,
              const std::vector<int64_t> & out_rows, const TreeLayout * tree = nullptr);
+    Entry & tree_entry(int32_t n, TreeSize size);
     void write_tree(Entry & entry, int64_t base, const TreeLayout & layout);
     int64_t keys_for(int64_t end) const;
     void check_ids(const int32_t * ids, int64_t n) const;

@@ -19,7 +19,7 @@ int32_t rounded_size(int32_t n) {
 
 } // namespace
 
-VerifyOutcome TargetForward::verify_tree(const int32_t * ids, const int32_t * parents, int32_t n, TreeShape at_least) {
+VerifyOutcome TargetForward::verify_tree(const int32_t * ids, const int32_t * parents, int32_t n, TreeSize size) {
     const TargetModel & model = cache_.model();
     check(n >= 1 && n <= cache_.options().max_verify, Status::invalid, "a tree of %d rows, want 1 to max_verify %d", n,
           cache_.options().max_verify);
@@ -36,20 +36,11 @@ VerifyOutcome TargetForward::verify_tree(const int32_t * ids, const int32_t * pa
     check_room(n);
     const auto guard = model.device()->lock();
     const int64_t base = cache_.position();
-    TargetGraphShape shape;
-    shape.n_rows = n;
-    shape.n_out = n;
-    shape.n_kv = keys_for(base + n);
-    shape.verify = true;
-    shape.layer_begin = 0;
-    shape.layer_end = model.config().n_layer;
     const int32_t n_paths = static_cast<int32_t>(layout->paths.size());
-    shape.tree_levels = at_least.n_levels >= layout->n_levels ? at_least.n_levels : rounded_size(layout->n_levels);
-    shape.tree_paths = at_least.n_paths >= n_paths ? at_least.n_paths : rounded_size(n_paths);
-    Entry & e = entry(shape);
-    if (!e.tree_commit) {
-        e.tree_commit = build_tree_commit_graph(cache_, *e.graph);
+    if (!size.holds(layout->n_levels, n_paths)) {
+        size = {rounded_size(layout->n_levels), rounded_size(n_paths)};
     }
+    Entry & e = tree_entry(n, size);
     std::vector<int64_t> rows(static_cast<size_t>(n));
     for (int32_t i = 0; i < n; ++i) {
         rows[static_cast<size_t>(i)] = i;
@@ -58,6 +49,31 @@ VerifyOutcome TargetForward::verify_tree(const int32_t * ids, const int32_t * pa
     run(e, base, ids, nullptr, rows, layout.get());
     cache_.note_rows_written(base, n);
     return {serial_, base, n, e.graph.get(), false, std::move(layout)};
+}
+
+TargetForward::Entry & TargetForward::tree_entry(int32_t n, TreeSize size) {
+    TargetGraphShape shape;
+    shape.n_rows = n;
+    shape.n_out = n;
+    shape.n_kv = keys_for(cache_.position() + n);
+    shape.verify = true;
+    shape.layer_begin = 0;
+    shape.layer_end = cache_.model().config().n_layer;
+    shape.tree_levels = size.n_levels;
+    shape.tree_paths = size.n_paths;
+    Entry & e = entry(shape);
+    if (!e.tree_commit) {
+        e.tree_commit = build_tree_commit_graph(cache_, *e.graph);
+    }
+    return e;
+}
+
+void TargetForward::prepare_tree(int32_t n, const std::vector<TreeSize> & sizes) {
+    check_room(n);
+    const auto guard = cache_.model().device()->lock();
+    for (const TreeSize & size : sizes) {
+        tree_entry(n, size);
+    }
 }
 
 void TargetForward::write_tree(Entry & e, int64_t base, const TreeLayout & layout) {
