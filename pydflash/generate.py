@@ -31,8 +31,8 @@ from pydflash.results import (
     TokenLogprobs,
 )
 from pydflash.sequence_prefix import PrefixUse
-from pydflash.text import StopMatcher, Tokenizer, Utf8Stream
 from pydflash.shape_policy import ShapePolicy, StepShape
+from pydflash.text import StopMatcher, Tokenizer, Utf8Stream
 
 # A request shorter than this says little about a drafter.
 _ENOUGH_TOKENS = 64

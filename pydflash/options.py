@@ -248,9 +248,9 @@ class EngineOptions:
             the host.
         prefill_chunk: most prompt tokens of one forward.
         max_verify: most rows of one verify forward of a chain.
-        tree: most proposals that are verified as a tree: "auto" chooses in each step among trees of 8, 16 and 32 and
-            chains, whichever promises most tokens for its cost; a number from 1 to 64 makes that the only tree; 0: no
-            trees, which saves the memory of their graphs.
+        tree: proposals that may be verified as a tree. 0: chains only. "auto": each step is a tree of 8, 16 or 32, a
+            chain or plain, whichever promises most tokens for its cost; a number from 1 to 64 makes that the only tree
+            to choose. Trees need memory for their graphs, and max_verify grows to hold them.
         fa_window: full-attention layers see only the newest fa_window keys; 0: all.
         draft_k_type, draft_v_type: storage of the drafter's context, one of f32 f16 q8_0.
         draft_full_rows: context rows that full-attention layers of the drafter keep.
@@ -281,7 +281,7 @@ class EngineOptions:
     embedding: EmbeddingPlace = "device"
     prefill_chunk: int = 512
     max_verify: int = 16
-    tree: int | Literal["auto"] = "auto"
+    tree: int | Literal["auto"] = 0
     fa_window: int = 0
     draft_k_type: DraftCacheType = "f16"
     draft_v_type: DraftCacheType = "f16"

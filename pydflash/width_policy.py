@@ -138,10 +138,10 @@ class StepCosts:
         plain = self._known.get(1)
         if plain is None:
             return _guessed_cost(width if width > 0 else 1 - width)
+        if width < 0 and width not in self._known:
+            width = 1 - width  # a tree's rows cost at least what a chain's do
         if width in self._known:
             return self._known[width] / plain
-        if width < 0:
-            width = 1 - width  # a tree's rows cost at least what a chain's do
         known = [point for point in self._known.items() if point[0] > 1]
         if not known:
             return _guessed_cost(width)

@@ -477,8 +477,8 @@ DFLASH_API dflash_status dflash_draft_context_append_host(dflash_draft_context *
 DFLASH_API dflash_status dflash_draft_context_propose(dflash_draft_context * context, int32_t anchor,
                                                       int32_t * proposals, float * logits, int64_t n_logits,
                                                       dflash_error * err);
-/* Drafts a tree of up to n_nodes proposals behind `anchor`, best first by the drafter's own probabilities: node 0 is the
- * anchor with parent -1. tokens, parents and scores (natural log-probability of the path to a node) have room for
+/* Drafts a tree of up to n_nodes proposals behind `anchor`, best first by the drafter's own probabilities: node 0 is
+ * the anchor with parent -1. tokens, parents and scores (natural log-probability of the path to a node) have room for
  * n_nodes + 1, *n is how many came out. n_nodes 1 to 64. */
 DFLASH_API dflash_status dflash_draft_context_propose_tree(dflash_draft_context * context, int32_t anchor,
                                                            int32_t n_nodes, int32_t * tokens, int32_t * parents,

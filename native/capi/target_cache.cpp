@@ -240,9 +240,8 @@ dflash_status dflash_target_cache_verify(dflash_target_cache * cache, const int3
     });
 }
 
-dflash_status dflash_target_cache_verify_tree(dflash_target_cache * cache, const int32_t * ids,
-                                              const int32_t * parents, int32_t n, float * logits, int32_t * argmax,
-                                              dflash_error * err) {
+dflash_status dflash_target_cache_verify_tree(dflash_target_cache * cache, const int32_t * ids, const int32_t * parents,
+                                              int32_t n, float * logits, int32_t * argmax, dflash_error * err) {
     return guard(err, [&] {
         const Use<dflash_target_cache> use(cache);
         use->outcome = use->forward->verify_tree(required(ids, "ids"), required(parents, "parents"), n);

@@ -129,8 +129,7 @@ DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & s
     check(limits.n_nodes >= 1 && limits.n_nodes <= max_tree_nodes, Status::invalid, "a tree of %d nodes, want 1 to %d",
           limits.n_nodes, max_tree_nodes);
     check(!slots.empty(), Status::invalid, "a tree without slots");
-    check(limits.n_seed >= 0 && limits.n_seed <= limits.n_nodes &&
-              static_cast<size_t>(limits.n_seed) <= slots.size(),
+    check(limits.n_seed >= 0 && limits.n_seed <= limits.n_nodes && static_cast<size_t>(limits.n_seed) <= slots.size(),
           Status::invalid, "a chain of %d nodes in a tree of %d over %zu slots", limits.n_seed, limits.n_nodes,
           slots.size());
     check(!limits.sizes.empty() && limits.sizes[0].holds(limits.n_seed + 1, 1), Status::invalid,
@@ -185,8 +184,8 @@ void check_tree_path(const std::vector<int32_t> & parents, const std::vector<int
               "path[%zu] is node %d, want 0 to %zu", i, path[i], parents.size() - 1);
         const int32_t before = i == 0 ? -1 : path[i - 1];
         check(parents[static_cast<size_t>(path[i])] == before, Status::invalid,
-              "path[%zu] is node %d, whose parent is %d and not %d", i, path[i],
-              parents[static_cast<size_t>(path[i])], before);
+              "path[%zu] is node %d, whose parent is %d and not %d", i, path[i], parents[static_cast<size_t>(path[i])],
+              before);
     }
 }
 

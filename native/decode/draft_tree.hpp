@@ -59,11 +59,11 @@ DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & s
 /// A tree as sequences: one for each leaf, from the anchor down.
 struct TreeLayout {
     std::vector<int32_t> parents;
-    std::vector<int32_t> depth;               // by node
-    std::vector<std::vector<int32_t>> paths;  // nodes of each sequence, by depth
-    std::vector<int32_t> path_of;             // by node: a sequence that it is in
-    int32_t n_levels = 0;                     // greatest depth + 1
-    bool is_chain = false;                    // every node's parent is the one before it
+    std::vector<int32_t> depth;              // by node
+    std::vector<std::vector<int32_t>> paths; // nodes of each sequence, by depth
+    std::vector<int32_t> path_of;            // by node: a sequence that it is in
+    int32_t n_levels = 0;                    // greatest depth + 1
+    bool is_chain = false;                   // every node's parent is the one before it
 };
 
 /// Throws Status::invalid naming the node unless n >= 1, parents[0] is -1 and 0 <= parents[i] < i for the others.

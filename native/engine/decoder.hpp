@@ -141,7 +141,7 @@ class Decoder {
     VerifyOutcome pending_;
     int64_t pending_rows_ = 0;
     std::vector<int32_t> pending_path_; // of a tree: its nodes, one per pending row
-    double carried_commit_ms_ = 0; // of the previous step, reported with the one that pays for it
+    double carried_commit_ms_ = 0;      // of the previous step, reported with the one that pays for it
     double carried_append_ms_ = 0;
 };
 

@@ -64,8 +64,8 @@ StepResult Decoder::step_drafted_tree(int32_t n_nodes, int64_t budget) {
         target_.wait();
         result.verify_ms = watch.lap_ms();
         accepted = accept_tree(
-            tree.parents, tree.tokens, [&](int32_t row) { return target_.verify_logits(pending_, row); },
-            pending_.base, *sampler_, *history_, rule);
+            tree.parents, tree.tokens, [&](int32_t row) { return target_.verify_logits(pending_, row); }, pending_.base,
+            *sampler_, *history_, rule);
     }
     pending_rows_ = static_cast<int64_t>(accepted.emitted.size());
     pending_path_ = std::move(accepted.path);

@@ -46,7 +46,7 @@ struct VerifyOutcome {
     int64_t base = 0;    // position of row 0
     int32_t n_rows = 0;
     TargetGraph * graph = nullptr;
-    bool committed = false; // nothing is left to commit
+    bool committed = false;                 // nothing is left to commit
     std::shared_ptr<const TreeLayout> tree; // null: verify() ran a chain
 };
 
@@ -112,7 +112,7 @@ class TargetForward {
         std::unique_ptr<TargetGraph> graph;
         std::unique_ptr<CommitGraph> commit; // declared after the graph it reads from: destroyed first
         std::unique_ptr<TreeCommitGraph> tree_commit;
-        std::vector<int32_t> ints;           // host side of the index inputs
+        std::vector<int32_t> ints; // host side of the index inputs
         std::vector<int32_t> tree_ints;
         std::vector<int64_t> kv_rows;
         std::vector<float> activations;

@@ -110,8 +110,8 @@ void TargetForward::write_tree(Entry & e, int64_t base, const TreeLayout & layou
 }
 
 void TargetForward::device_commit_path(const VerifyOutcome & outcome, const std::vector<int32_t> & path) {
-    const auto it = std::find_if(entries_.begin(), entries_.end(),
-                                 [&](const auto & e) { return e->graph.get() == outcome.graph; });
+    const auto it =
+        std::find_if(entries_.begin(), entries_.end(), [&](const auto & e) { return e->graph.get() == outcome.graph; });
     check(it != entries_.end() && (*it)->tree_commit != nullptr, Status::internal,
           "the graph of a verify outcome is gone");
     TreeCommitGraph & commit = *(*it)->tree_commit;

@@ -98,8 +98,8 @@ std::unique_ptr<DraftAppendGraph> build_draft_append_graph(const DraftContext & 
     return built;
 }
 
-std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out,
-                                                             int32_t n_top, ggml_tensor * block_ids, ggml_tensor * verify_ids) {
+std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out, int32_t n_top,
+                                                             ggml_tensor * block_ids, ggml_tensor * verify_ids) {
     const DraftModel & model = context.model();
     const DraftConfig & c = model.config();
     auto built = std::make_unique<DraftProposeGraph>();

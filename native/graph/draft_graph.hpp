@@ -44,8 +44,8 @@ struct DraftProposeGraph {
 /// block_ids: i32 [block] on the device, anchor first. verify_ids: i32 [>= n_out + 1], receives anchor, proposals.
 /// n_top: candidates of each slot, at most as many as the draft vocabulary has; 0: none.
 /// n_out: only the first proposals that are wanted; the last layer and the head are not run for the others.
-std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out,
-                                                             int32_t n_top, ggml_tensor * block_ids, ggml_tensor * verify_ids);
+std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out, int32_t n_top,
+                                                             ggml_tensor * block_ids, ggml_tensor * verify_ids);
 
 /// Keys that each layer's attention looks at for the present cursor, a multiple of 256.
 std::vector<int64_t> draft_keys(const DraftContext & context);

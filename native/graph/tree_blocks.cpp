@@ -24,15 +24,15 @@ ggml_tensor * build_tree_delta(ggml_context * ctx, ggml_tensor * qk, ggml_tensor
     const size_t row = paths->nb[1];
     const size_t head = ggml_row_size(paths->type, s);
     ggml_tensor * q = ggml_view_4d(ctx, paths, s, hk, t, b, head, row, row * static_cast<size_t>(t), 0);
-    ggml_tensor * k = ggml_view_4d(ctx, paths, s, hk, t, b, head, row, row * static_cast<size_t>(t),
-                                   head * static_cast<size_t>(hk));
+    ggml_tensor * k =
+        ggml_view_4d(ctx, paths, s, hk, t, b, head, row, row * static_cast<size_t>(t), head * static_cast<size_t>(hk));
     ggml_tensor * v = ggml_get_rows(ctx, ggml_view_2d(ctx, qkv, s * hv, n, qkv->nb[1], tail), tree.path_rows);
     g = ggml_get_rows(ctx, ggml_reshape_2d(ctx, g, hv, n), tree.path_rows);
     beta = ggml_get_rows(ctx, ggml_reshape_2d(ctx, beta, hv, n), tree.path_rows);
     ggml_tensor * states = b == 1 ? state : ggml_repeat_4d(ctx, state, s, s, hv, b);
-    ggml_tensor * mix = ggml_gated_delta_net(ctx, q, k, ggml_reshape_4d(ctx, v, s, hv, t, b),
-                                             ggml_reshape_4d(ctx, g, 1, hv, t, b),
-                                             ggml_reshape_4d(ctx, beta, 1, hv, t, b), states, 1);
+    ggml_tensor * mix =
+        ggml_gated_delta_net(ctx, q, k, ggml_reshape_4d(ctx, v, s, hv, t, b), ggml_reshape_4d(ctx, g, 1, hv, t, b),
+                             ggml_reshape_4d(ctx, beta, 1, hv, t, b), states, 1);
     return ggml_get_rows(ctx, ggml_view_2d(ctx, mix, s * hv, t * b, mix->nb[1], 0), tree.place);
 }
 

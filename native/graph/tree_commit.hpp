@@ -13,10 +13,10 @@ namespace dflash {
 struct TreeCommitGraph {
     std::unique_ptr<Graph> graph;
     int64_t n_levels = 0;
-    ggml_tensor * keep = nullptr;      // f32 [1, n_levels]: 1 for nodes of the path, 0 past its end
-    ggml_tensor * ints = nullptr;      // i32: nodes of the path [n_levels], columns of conv_input [d_conv - 1], K/V
-                                       // rows and feature rows to read [n_levels each]
-    ggml_tensor * row_ints = nullptr;  // i64: K/V rows and feature rows to write [n_levels each]
+    ggml_tensor * keep = nullptr;     // f32 [1, n_levels]: 1 for nodes of the path, 0 past its end
+    ggml_tensor * ints = nullptr;     // i32: nodes of the path [n_levels], columns of conv_input [d_conv - 1], K/V
+                                      // rows and feature rows to read [n_levels each]
+    ggml_tensor * row_ints = nullptr; // i64: K/V rows and feature rows to write [n_levels each]
 };
 
 /// Past its end a path repeats node 0, with keep 0 and the row that node 0 has already.

@@ -246,7 +246,8 @@ def test_other_refusals(f32_target: Target) -> None:
         cache.forward(list(range(6)), logits="none")
         with pytest.raises(pydflash.CapacityError, match="7 tokens at position 14"):
             cache.verify_tree(list(range(7)), [-1, *[0] * 6])
-    with open_cache(f32_target("nano"), max_verify=80) as cache, pytest.raises(
-        InvalidArgumentError, match="a tree of 66 rows, want 1 to 65"
+    with (
+        open_cache(f32_target("nano"), max_verify=80) as cache,
+        pytest.raises(InvalidArgumentError, match="a tree of 66 rows, want 1 to 65"),
     ):
         cache.verify_tree(list(range(66)), [-1, *[0] * 65])

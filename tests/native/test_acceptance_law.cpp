@@ -198,8 +198,7 @@ std::vector<SlotCandidates> believe(Proposer propose, const TokenHistory & histo
 
 /// One step with a tree as the decoder builds it.
 AcceptResult built_tree_step(Proposer propose, const Sampler & sampler, TokenHistory & history, uint32_t run) {
-    const DraftTree tree =
-        build_draft_tree(history.tokens().back(), believe(propose, history, run), tree_limits(9, 3));
+    const DraftTree tree = build_draft_tree(history.tokens().back(), believe(propose, history, run), tree_limits(9, 3));
     const auto row = [&](int32_t node) { return row_after(tree.tokens[static_cast<size_t>(node)]).data(); };
     return accept_tree(tree.parents, tree.tokens, row, history.size() - 1, sampler, history, endless);
 }

@@ -178,8 +178,8 @@ TEST(limits_out_of_range_are_refused) {
     for (const int32_t n : {-1, 0, max_tree_nodes + 1}) {
         CHECK(status_of(slots, free_limits(n)) == Status::invalid);
     }
-    CHECK(status_of(slots, free_limits(5, 4)) == Status::invalid);  // three slots
-    CHECK(status_of(slots, free_limits(2, 3)) == Status::invalid);  // two nodes
+    CHECK(status_of(slots, free_limits(5, 4)) == Status::invalid); // three slots
+    CHECK(status_of(slots, free_limits(2, 3)) == Status::invalid); // two nodes
     CHECK(status_of(slots, free_limits(2, -1)) == Status::invalid);
     CHECK(status_of(slots, {4, 0, {}}) == Status::invalid);
     CHECK(status_of(slots, {4, 3, {{3, 4}}}) == Status::invalid); // the chain has four levels
