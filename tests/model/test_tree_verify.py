@@ -146,6 +146,22 @@ def test_rows_move_as_they_are_stored(f32_target: Target, k_type: str, v_type: s
         assert_equal_state(cache, plain)
 
 
+@pytest.mark.parametrize("n", [63, 64, 65])
+@pytest.mark.parametrize("kv", ["f32", "f16", "q8_0"])
+def test_the_largest_trees_have_the_values_of_short_chains(f32_target: Target, kv: str, n: int) -> None:
+    with (
+        open_cache(f32_target("nano"), k_type=kv, v_type=kv) as cache,
+        open_cache(f32_target("nano"), k_type=kv, v_type=kv) as plain,
+    ):
+        tokens, parents = random_tree(np.random.default_rng(n), n, 9)
+        for one in (cache, plain):
+            one.forward(target_golden("nano").ids[2][:PROMPT], logits="none")
+        verify = cache.verify_tree(tokens, parents)
+        for node in range(0, n, 7):
+            path = path_to(parents, node)
+            np.testing.assert_allclose(verify.logits[node], plain.verify(tokens[path]).logits[-1], atol=2e-3)
+
+
 def test_many_trees_one_after_the_other(f32_target: Target) -> None:
     """Feature ring wrapping, keys beyond 256, a window, chains in between: state equals plain decoding throughout."""
     rng = np.random.default_rng(3)
