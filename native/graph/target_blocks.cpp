@@ -45,17 +45,17 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     graph.expand(ggml_set_rows(ctx, cache.attn_v(il), ggml_reshape_2d(ctx, v, hd * c.n_head_kv, n), rows.kv_rows));
 
     const auto attend = [&](int64_t first, int64_t count) {
-        ggml_tensor * part = ggml_view_3d(ctx, q, hd, c.n_head, count, q->nb[1], q->nb[2],
-                                          q->nb[2] * static_cast<size_t>(first));
+        ggml_tensor * part =
+            ggml_view_3d(ctx, q, hd, c.n_head, count, q->nb[1], q->nb[2], q->nb[2] * static_cast<size_t>(first));
         ggml_tensor * mask = ggml_view_2d(ctx, rows.mask, rows.n_kv, count, rows.mask->nb[1],
                                           rows.mask->nb[1] * static_cast<size_t>(first));
         return build_attention(ctx, part, cache.attn_k(il), cache.attn_v(il), mask, hd, c.n_head_kv, rows.n_kv);
     };
     // With this many rows the CPU backend takes another kernel, which rounds otherwise than it does for one row.
     const bool split = rows.tree != nullptr && n >= cpu_tiled_attention_rows && graph.device()->is_cpu();
-    ggml_tensor * out = split ? ggml_concat(ctx, attend(0, n / 2), attend(n / 2, n - n / 2), 1)
-                              : build_attention(ctx, q, cache.attn_k(il), cache.attn_v(il), rows.mask, hd, c.n_head_kv,
-                                                rows.n_kv);
+    ggml_tensor * out =
+        split ? ggml_concat(ctx, attend(0, n / 2), attend(n / 2, n - n / 2), 1)
+              : build_attention(ctx, q, cache.attn_k(il), cache.attn_v(il), rows.mask, hd, c.n_head_kv, rows.n_kv);
     if (cache.v_rotation() != nullptr) {
         out = build_rotation(ctx, cache.v_rotation(), out);
     }
