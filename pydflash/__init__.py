@@ -3,7 +3,7 @@
 from pydflash._abi import __version__
 from pydflash.decoder import Decoder
 from pydflash.devices import DeviceInfo, WorkCounters, devices, own_kernel_counts, own_kernels, work_counters
-from pydflash.draft_context import DraftContext, DraftContextState, Proposal
+from pydflash.draft_context import DraftContext, DraftContextState, DraftTree, Proposal
 from pydflash.draft_feature_mirror import DraftFeatureMirror, MirrorState
 from pydflash.draft_model import DraftConfig, DraftModel
 from pydflash.engine import Engine
@@ -66,6 +66,7 @@ __all__ = [
     "DraftContextState",
     "DraftFeatureMirror",
     "DraftModel",
+    "DraftTree",
     "Engine",
     "EngineOptions",
     "FormatError",

@@ -264,6 +264,27 @@ class Decoder(NativeHandle):
                 check(status, err, "decoder_step")
             return self._step_result(ptr, err)
 
+    def step_tree(self, n_nodes: int, budget: int) -> StepResult:
+        """step() with a tree of ``n_nodes`` proposals, of which one path can be accepted.
+
+        The tree holds the drafter's first choices as a chain and, in the order of the drafter's probabilities, other
+        choices beside it. Near the end of the context, where the rows do not fit, a chain takes its place.
+
+        Args:
+            n_nodes: 1 to max_tree; the target forward has one row more.
+            budget: most tokens to emit, at least 1.
+
+        Raises:
+            InvalidArgumentError: n_nodes is outside its limits, or there was no prefill.
+            CapacityError, Cancelled, DeviceError, InternalError: as for step().
+        """
+        n_nodes = as_integer("n_nodes", n_nodes, 1)
+        with self._use() as (ptr, err):
+            status = lib.dflash_decoder_step_tree(ptr, n_nodes, budget, self._result, err)
+            if status != 0:
+                check(status, err, "decoder_step_tree")
+            return self._step_result(ptr, err)
+
     def settle(self, n_keep: int = -1) -> None:
         """Commit the step before, its first ``n_keep`` tokens only (negative: all), and wait for the device.
 
@@ -319,6 +340,12 @@ class Decoder(NativeHandle):
             return int(self._read_state(ptr, err).max_width)
 
     @property
+    def max_tree(self) -> int:
+        """Most nodes of a tree: 0 without a drafter."""
+        with self._use() as (ptr, err):
+            return int(self._read_state(ptr, err).max_tree)
+
+    @property
     def has_drafter(self) -> bool:
         """False also after the drafter failed; stats.draft_disabled then says why."""
         with self._use() as (ptr, err):
@@ -361,6 +388,10 @@ class Decoder(NativeHandle):
             r.accept_ms,
             r.commit_ms,
             r.append_ms,
+            r.tree,
+            r.depth,
+            r.n_chain,
+            r.n_chain_accepted,
         )
 
     def _top_logprobs(self, ptr: CData, n_tokens: int, err: CData) -> tuple[tuple[tuple[int, float], ...], ...]:

@@ -12,7 +12,7 @@ from pydflash._handle import NativeHandle, use, use_all
 from pydflash.draft_feature_mirror import DraftFeatureMirror
 from pydflash.draft_model import DraftModel
 from pydflash.errors import InvalidArgumentError
-from pydflash.options import DraftCacheType, as_choice, as_integer
+from pydflash.options import MAX_TREE, DraftCacheType, as_choice, as_integer
 from pydflash.target_cache import TargetCache
 
 
@@ -27,6 +27,29 @@ class Proposal:
 
     ids: IntArray
     logits: FloatArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Proposals that form a tree; the arrays fit TargetCache.verify_tree().
+
+    Attributes:
+        tokens: int32 [n + 1], the anchor first.
+        parents: row that each token stands behind, int32 [n + 1]; -1 for the anchor.
+        scores: natural log-probability of the path to each token under the drafter, float32 [n + 1].
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    scores: FloatArray
+
+    def path_to(self, node: int) -> list[int]:
+        """Rows from the anchor to a node."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = int(self.parents[node])
+        return path[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +201,25 @@ class DraftContext(NativeHandle):
                 lib.dflash_draft_context_propose(ptr, anchor, c_ids, c_out, n_logits, err), err, "draft_context_propose"
             )
         return Proposal(ids, out)
+
+    def propose_tree(self, anchor: int, n_nodes: int) -> DraftTree:
+        """Draft a tree of up to ``n_nodes`` tokens behind ``anchor``, best first by the drafter's own probabilities.
+
+        Fewer come out only where the drafter's candidates, 8 for each slot, are used up.
+
+        Raises:
+            InvalidArgumentError: the id is outside the vocabulary, or n_nodes is not 1 to 64.
+        """
+        anchor = as_integer("anchor", anchor, 0)
+        n_nodes = as_integer("n_nodes", n_nodes, 1, MAX_TREE)
+        tokens, parents = np.empty(n_nodes + 1, np.int32), np.empty(n_nodes + 1, np.int32)
+        scores = np.empty(n_nodes + 1, np.float32)
+        c_tokens, c_parents = (as_c_array(array, "int32_t[]", writable=True) for array in (tokens, parents))
+        c_scores, n = as_c_array(scores, "float[]", writable=True), ffi.new("int32_t *")
+        with self._use() as (ptr, err):
+            status = lib.dflash_draft_context_propose_tree(ptr, anchor, n_nodes, c_tokens, c_parents, c_scores, n, err)
+            check(status, err, "draft_context_propose_tree")
+        return DraftTree(tokens[: n[0]].copy(), parents[: n[0]].copy(), scores[: n[0]].copy())
 
     def rewind(self, position: int) -> None:
         """Forget positions from ``position`` on.

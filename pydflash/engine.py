@@ -27,10 +27,10 @@ from pydflash.generate import Request, collect
 from pydflash.options import EngineOptions, SamplingOptions
 from pydflash.results import GenerationResult, GenerationStats, Progress, StreamEvent
 from pydflash.sequence import builtin_drafter_of, default_template, open_drafter, open_sequence
+from pydflash.shape_policy import ShapePolicy
 from pydflash.target_cache import TargetCache
 from pydflash.target_model import TargetModel
 from pydflash.text import ChatTemplate, Tokenizer
-from pydflash.width_policy import WidthPolicy
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class Engine(EnginePrefix):
         return self._template
 
     @property
-    def width_policy(self) -> WidthPolicy | None:
+    def width_policy(self) -> ShapePolicy | None:
         """What has been learnt about step costs and acceptance; None without a drafter."""
         return self._policy
 
@@ -283,6 +283,10 @@ class Engine(EnginePrefix):
         started = time.perf_counter()
         self._check_open()
         options = SamplingOptions() if options is None else options
+        if self._policy is not None and (options.tree or 0) > self._decoder.max_tree:
+            raise InvalidArgumentError(
+                "tree", options.tree, f"at most {self._decoder.max_tree}, which this engine was opened for"
+            )
         ids = self.encode(prompt)
         n_ctx = self._options.n_ctx
         if len(ids) >= n_ctx:

@@ -31,8 +31,8 @@ from pydflash.results import (
     TokenLogprobs,
 )
 from pydflash.sequence_prefix import PrefixUse
+from pydflash.shape_policy import ShapePolicy, StepShape
 from pydflash.text import StopMatcher, Tokenizer, Utf8Stream
-from pydflash.width_policy import WidthPolicy
 
 # A request shorter than this says little about a drafter.
 _ENOUGH_TOKENS = 64
@@ -115,7 +115,7 @@ class Request:
 
     Attributes:
         decoder: holds the first ``prefix.n`` tokens of the prompt and nothing else.
-        policy: chooses widths, unless ``options.width`` fixes them; None without a drafter.
+        policy: chooses shapes, unless ``options.width`` or ``options.tree`` fixes them; None without a drafter.
         ids: the whole prompt.
         options: with a seed.
         budget: most tokens to emit, at least 1.
@@ -129,7 +129,7 @@ class Request:
 
     decoder: Decoder
     tokenizer: Tokenizer
-    policy: WidthPolicy | None
+    policy: ShapePolicy | None
     ids: tuple[int, ...]
     options: SamplingOptions
     budget: int
@@ -141,13 +141,14 @@ class Request:
     checkpoint: Callable[[], object] | None = None
     _answer: AnswerText = field(init=False)
     _widths: Counter[int] = field(init=False)
+    _trees: Counter[int] = field(init=False)
     _emitted: int = field(init=False, default=0)
     _last_tokens: int = field(init=False, default=0)
     _drafted_before: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._answer = AnswerText(self.tokenizer, self.options.stop)
-        self._widths = Counter()
+        self._widths, self._trees = Counter(), Counter()
 
     def run(self) -> Generator[StreamEvent]:
         """Events of the request. The last one carries finish_reason; then the decoder is settled.
@@ -203,22 +204,16 @@ class Request:
             yield self._step()
 
     def _step(self, mask: MaskFn | None = None) -> StepResult:
-        """One step of the decoder, and what the policy learns from it."""
+        """One step of the decoder, and what the policy learns from it. Draws under a mask come from chains."""
         budget = self.budget - self._emitted
-        width = self._choose_width(budget)
+        shape = self._choose_shape(budget, chain=mask is not None)
         begun = time.perf_counter()
-        result = self.decoder.step(width, budget, mask=mask)
+        if shape.tree:
+            result = self.decoder.step_tree(shape.tree, budget)
+        else:
+            result = self.decoder.step(shape.width, budget, mask=mask)
         ms = (time.perf_counter() - begun) * 1e3
-        self._widths[result.width] += 1
-        if self.policy is not None:
-            self.policy.record(
-                width=result.width,
-                n_tokens=len(result.tokens),
-                n_accepted=result.n_accepted,
-                ms=ms,
-                carried_ms=result.commit_ms + result.append_ms if self._drafted_before else 0.0,
-                cut=result.reason != "none",
-            )
+        self._note(result, shape, ms, result.commit_ms + result.append_ms if self._drafted_before else 0.0)
         self._drafted_before = result.n_proposed > 0
         return result
 
@@ -234,10 +229,44 @@ class Request:
         before, whole = begin - self.prefix.n, len(self.ids) - self.prefix.n
         return lambda part: report(Progress(before + part.done, whole))
 
-    def _choose_width(self, limit: int) -> int:
+    def _choose_shape(self, limit: int, *, chain: bool) -> StepShape:
+        if self.policy is None:
+            return StepShape(1)
+        if self.options.tree and not chain:
+            return StepShape(self.options.tree + 1, self.options.tree)
         if self.options.width is not None:
-            return min(self.options.width, limit)
-        return 1 if self.policy is None else self.policy.choose(limit)
+            return StepShape(min(self.options.width, limit))
+        if self.options.tree == 0 or chain:
+            return StepShape(self.policy.choose(limit))
+        return self.policy.choose_shape(limit)
+
+    def _note(self, result: StepResult, asked: StepShape, ms: float, carried_ms: float) -> None:
+        self._widths[result.width] += 1
+        if result.tree:
+            self._trees[asked.tree] += 1
+        if self.policy is None:
+            return
+        n_tokens, n_accepted, cut = len(result.tokens), result.n_accepted, result.reason != "none"
+        if result.tree:
+            self.policy.record_tree(
+                n_nodes=asked.tree,
+                n_tokens=n_tokens,
+                n_accepted=n_accepted,
+                n_chain=result.n_chain,
+                n_chain_accepted=result.n_chain_accepted,
+                ms=ms,
+                carried_ms=carried_ms,
+                cut=cut,
+            )
+        else:
+            self.policy.record(
+                width=result.width,
+                n_tokens=n_tokens,
+                n_accepted=n_accepted,
+                ms=ms,
+                carried_ms=carried_ms,
+                cut=cut,
+            )
 
     def _raise_if_cancelled(self) -> None:
         if self.cancelled():
@@ -270,6 +299,7 @@ class Request:
             prefix_source=self.prefix.source,
             prefix_reason=self.prefix.reason,
             widths=dict(sorted(self._widths.items())),
+            trees=dict(sorted(self._trees.items())),
         )
 
     def _drafter_state(self) -> str:

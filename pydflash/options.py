@@ -35,6 +35,8 @@ EmbeddingPlace: TypeAlias = Literal["device", "host"]
 
 MAX_LOGPROBS: Final = 20
 MAX_WIDTH: Final = 64
+MAX_TREE: Final = 64
+AUTO_TREES: Final = (8, 16, 32)
 MAX_VERIFY: Final = 1024
 MAX_SEED: Final = 2**64 - 1
 _INT32: Final = 2**31 - 1
@@ -111,6 +113,8 @@ class SamplingOptions:
         width: rows of each target forward, 1 to 64: the token to consume and ``width - 1`` proposals of the drafter.
             None: chosen by measured cost. Without a drafter it has no effect.
         cache_prompt: False evaluates the whole prompt anew and keeps nothing of the request for later ones.
+        tree: proposals that are verified as a tree in each step, 1 to 64, at most what the engine was opened for; 0: no
+            trees. None: chosen by measured cost, together with the width. Not both ``width`` and a tree.
     """
 
     temperature: float = 0.0
@@ -130,6 +134,7 @@ class SamplingOptions:
     logprobs: int | None = None
     width: int | None = None
     cache_prompt: bool = True
+    tree: int | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -158,6 +163,10 @@ class SamplingOptions:
         if self.width is not None:
             put(self, "width", as_integer("width", self.width, 1, MAX_WIDTH, also=", or None"))
         as_flag("cache_prompt", self.cache_prompt)
+        if self.tree is not None:
+            put(self, "tree", as_integer("tree", self.tree, 0, MAX_TREE, also=", or None"))
+            if self.tree > 0 and self.width is not None:
+                raise InvalidArgumentError("tree", self.tree, f"0 or None together with width={self.width}")
 
 
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
@@ -238,7 +247,10 @@ class EngineOptions:
         embedding: "device" keeps the embedding table beside the layers, "host" saves that memory and looks rows up on
             the host.
         prefill_chunk: most prompt tokens of one forward.
-        max_verify: most rows of one verify forward.
+        max_verify: most rows of one verify forward of a chain.
+        tree: proposals that may be verified as a tree. 0: chains only. "auto": each step is a tree of 8, 16 or 32, a
+            chain or plain, whichever promises most tokens for its cost; a number from 1 to 64 makes that the only tree
+            to choose. Trees need memory for their graphs, and max_verify grows to hold them.
         fa_window: full-attention layers see only the newest fa_window keys; 0: all.
         draft_k_type, draft_v_type: storage of the drafter's context, one of f32 f16 q8_0.
         draft_full_rows: context rows that full-attention layers of the drafter keep.
@@ -269,6 +281,7 @@ class EngineOptions:
     embedding: EmbeddingPlace = "device"
     prefill_chunk: int = 512
     max_verify: int = 16
+    tree: int | Literal["auto"] = 0
     fa_window: int = 0
     draft_k_type: DraftCacheType = "f16"
     draft_v_type: DraftCacheType = "f16"
@@ -294,6 +307,8 @@ class EngineOptions:
             put(self, name, as_integer(name, getattr(self, name), low))
         put(self, "prefill_chunk", as_integer("prefill_chunk", self.prefill_chunk, 1, 65536))
         put(self, "max_verify", as_integer("max_verify", self.max_verify, 1, MAX_VERIFY))
+        if self.tree != "auto":
+            put(self, "tree", as_integer("tree", self.tree, 0, MAX_TREE, also=', or "auto"'))
         for name, choices in _ENGINE_CHOICES.items():
             as_choice(name, getattr(self, name), choices)
         for name in ("device", "draft_device"):
@@ -310,6 +325,13 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
                 raise InvalidArgumentError(name, value, "the path of a folder, or None")
+
+
+def tree_sizes(options: EngineOptions) -> tuple[int, ...]:
+    """Node counts that an engine with a drafter chooses from."""
+    if options.tree == "auto":
+        return AUTO_TREES
+    return (options.tree,) if options.tree > 0 else ()
 
 
 _ENGINE_CHOICES: Final[Mapping[str, object]] = {

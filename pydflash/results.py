@@ -41,6 +41,9 @@ class StepResult:
             for.
         width: rows of the target forward.
         n_proposed: proposals of the drafter that were verified; n_accepted of them were right.
+        tree: nodes of the tree that was verified; 0: a chain, or nothing.
+        depth: of the deepest proposal, n_proposed for a chain.
+        n_chain: the drafter's first choices one behind the other; n_chain_accepted of them were right in a row.
         reason: "stop", "budget" or "none".
         draft_ms, verify_ms, accept_ms: of this step.
         commit_ms, append_ms: of the step before, which this call committed; appending also covers features that this
@@ -59,6 +62,10 @@ class StepResult:
     accept_ms: float
     commit_ms: float
     append_ms: float
+    tree: int = 0
+    depth: int = 0
+    n_chain: int = 0
+    n_chain_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +121,7 @@ class GenerationStats:
         total_ms: from the call to the last token, tokenising and waiting included.
         drafter: "on", "off", or why it does not work.
         widths: rows of a target forward -> steps that had as many.
+        trees: nodes of a tree -> steps that verified one of as many; the other steps had a chain or nothing.
     """
 
     prompt_tokens: int
@@ -135,6 +143,7 @@ class GenerationStats:
     widths: Mapping[int, int] = field(default_factory=dict, hash=False)
     prefix_source: str = "off"
     prefix_reason: str = ""
+    trees: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     @property
     def evaluated_tokens(self) -> int:
@@ -168,6 +177,7 @@ class GenerationStats:
         widths: Mapping[int, int] | None = None,
         prefix_source: str = "off",
         prefix_reason: str = "",
+        trees: Mapping[int, int] | None = None,
     ) -> Self:
         """The totals of a decoder, with what only the caller knows.
 
@@ -194,6 +204,7 @@ class GenerationStats:
             widths={} if widths is None else dict(widths),
             prefix_source=prefix_source,
             prefix_reason=prefix_reason,
+            trees={} if trees is None else dict(trees),
         )
 
     def to_dict(self) -> dict[str, object]:

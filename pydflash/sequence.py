@@ -13,12 +13,12 @@ from pydflash.decoder import Decoder
 from pydflash.draft_context import DraftContext
 from pydflash.draft_feature_mirror import DraftFeatureMirror
 from pydflash.draft_model import DraftModel
-from pydflash.options import EngineOptions
+from pydflash.options import EngineOptions, tree_sizes
+from pydflash.shape_policy import ShapePolicy
 from pydflash.target_cache import TargetCache
 from pydflash.target_model import TargetModel
 from pydflash.text import ChatTemplate, Tokenizer
 from pydflash.warm_up import warm_up
-from pydflash.width_policy import WidthPolicy
 
 log = logging.getLogger("pydflash.engine")
 
@@ -29,7 +29,7 @@ class TokenSequence:
 
     cache: TargetCache
     decoder: Decoder
-    policy: WidthPolicy | None
+    policy: ShapePolicy | None
 
 
 def open_sequence(
@@ -42,13 +42,14 @@ def open_sequence(
         OutOfMemoryError: the caches do not fit.
     """
     capture = () if draft is None else draft.config.target_layer_ids
+    trees = () if draft is None else tree_sizes(options)
     cache = resources.enter_context(
         TargetCache(
             target,
             options.n_ctx,
             options.k_type,
             options.v_type,
-            options.max_verify,
+            max([options.max_verify, *(n + 1 for n in trees)]),
             capture_layers=capture,
             feature_capacity=options.feature_capacity,
             feature_type=options.feature_type,
@@ -75,7 +76,9 @@ def open_sequence(
             on_draft_failure=options.on_draft_failure,
         )
     )
-    policy = None if draft is None else WidthPolicy(decoder.max_width)
+    policy: ShapePolicy | None = None
+    if draft is not None:
+        policy = ShapePolicy(min(decoder.max_width, options.max_verify), trees)
     if policy is not None:
         warm_up(decoder, policy, options.n_ctx)
     return TokenSequence(cache, decoder, policy)

@@ -314,20 +314,54 @@ class TargetCache(NativeHandle):
             InvalidArgumentError: too many rows, an id outside the vocabulary, or a cache that cannot verify.
             CapacityError: the rows do not fit.
         """
-        tokens = as_ids(ids)
+        return self._verify(as_ids(ids), None, logits=logits)
+
+    def verify_tree(self, ids: TokenIds, parents: Sequence[int], *, logits: bool = True) -> Verify:
+        """verify() for the nodes of a tree: row i is ``ids[i]`` behind row ``parents[i]``.
+
+        A row sees what the cache holds and its ancestors, and stands at the position of its depth. A tree that is a
+        chain runs as verify() does; on a CPU the rows of any path have the values that a chain of them has.
+
+        Args:
+            ids: int32 [n], 1 to max_verify and at most 65; row 0 is the root.
+            parents: ``parents[0]`` is -1, every other row names one before it.
+            logits: False leaves the logits on the device.
+
+        Raises:
+            InvalidArgumentError: too many rows, parents that are no tree, an id outside the vocabulary, or a cache that
+                cannot verify.
+            CapacityError: the rows do not fit.
+        """
+        tokens, rows = as_ids(ids), as_ids(parents, "parents")
+        if len(rows) != len(tokens):
+            raise InvalidArgumentError("parents", f"{len(rows)} rows", f"{len(tokens)}, one for each id")
+        return self._verify(tokens, rows, logits=logits)
+
+    def _verify(self, tokens: IntArray, parents: IntArray | None, *, logits: bool) -> Verify:
         argmax = np.empty(len(tokens), np.int32)
         out = np.empty((len(tokens), self._model.config.n_vocab), np.float32) if logits else None
         c_ids, c_argmax = as_c_array(tokens, "int32_t[]"), as_c_array(argmax, "int32_t[]", writable=True)
         c_logits = as_c_array(out, "float[]", writable=True) if out is not None else NULL
         with self._use() as (ptr, err):
             base = self.position
-            check(
-                lib.dflash_target_cache_verify(ptr, c_ids, len(tokens), c_logits, c_argmax, err),
-                err,
-                "target_cache_verify",
-            )
+            n = len(tokens)
+            if parents is None:
+                status = lib.dflash_target_cache_verify(ptr, c_ids, n, c_logits, c_argmax, err)
+            else:
+                c_parents = as_c_array(parents, "int32_t[]")
+                status = lib.dflash_target_cache_verify_tree(ptr, c_ids, c_parents, n, c_logits, c_argmax, err)
+            check(status, err, "target_cache_verify" if parents is None else "target_cache_verify_tree")
             self._verify_serial += 1
-            return Verify(self, self._verify_serial, base, argmax, out)
+            return Verify(self, self._verify_serial, base, argmax, out, parents)
+
+    def commit_path(self, path: Sequence[int]) -> None:
+        """Accept a path of the newest verify; as Verify.commit_path()."""
+        rows = as_ids(path, "path")
+        c_path = as_c_array(rows, "int32_t[]")
+        with self._use() as (ptr, err):
+            status = lib.dflash_target_cache_commit_path(ptr, c_path, len(rows), err)
+            check(status, err, "target_cache_commit_path")
+            self._verify_serial += 1
 
     def commit(self, n: int) -> None:
         """Accept the first n rows of the newest verify; as Verify.commit()."""

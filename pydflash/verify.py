@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydflash._ffi import FloatArray, IntArray
@@ -22,20 +23,33 @@ class Verify:
         base: position of row 0.
         n_rows: rows that were run.
         argmax: likeliest token behind each row, int32 [n_rows].
+        parents: of the rows of a tree, int32 [n_rows]; None for a chain.
     """
 
-    __slots__ = ("_cache", "_logits", "_serial", "argmax", "base", "n_rows")
+    __slots__ = ("_cache", "_logits", "_serial", "argmax", "base", "n_rows", "parents")
 
-    def __init__(self, cache: TargetCache, serial: int, base: int, argmax: IntArray, logits: FloatArray | None) -> None:
+    def __init__(
+        self,
+        cache: TargetCache,
+        serial: int,
+        base: int,
+        argmax: IntArray,
+        logits: FloatArray | None,
+        parents: IntArray | None = None,
+    ) -> None:
         self._cache = cache
         self._serial = serial
         self._logits = logits
         self.base = base
         self.n_rows = len(argmax)
         self.argmax = argmax
+        self.parents = parents
 
     def __repr__(self) -> str:
-        return f"<Verify of positions [{self.base}, {self.base + self.n_rows}){'' if self.current else ', stale'}>"
+        rows = f"positions [{self.base}, {self.base + self.n_rows})"
+        if self.parents is not None:
+            rows = f"a tree of {self.n_rows} rows from position {self.base}"
+        return f"<Verify of {rows}{'' if self.current else ', stale'}>"
 
     @property
     def current(self) -> bool:
@@ -60,11 +74,25 @@ class Verify:
         """Accept the first n rows, 0 <= n <= n_rows: the cache moves to base + n. Once.
 
         Raises:
-            InvalidArgumentError: n is outside its limits, or the rows are no longer current.
+            InvalidArgumentError: n is outside its limits, the rows are no longer current, or the first n rows of a tree
+                are no path.
         """
         with self._cache._lock.lock:
             self._require_current()
             self._cache.commit(n)
+
+    def commit_path(self, path: Sequence[int]) -> None:
+        """Accept rows from the root down, each a child of the one before: the cache moves to base + len(path). Once.
+
+        Keys, values and features of the path move to the rows of their positions; the recurrence runs again along it.
+        An empty path accepts nothing.
+
+        Raises:
+            InvalidArgumentError: the rows are no path, or no longer current.
+        """
+        with self._cache._lock.lock:
+            self._require_current()
+            self._cache.commit_path(path)
 
     def state(self, layer: int, row: int) -> FloatArray:
         """Recurrent state of a layer after a row, float32 [value heads, S, S]; the cache needs ``keep_states=True``."""

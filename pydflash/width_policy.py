@@ -14,7 +14,7 @@ All quantities that carry the unit *steps* below are multiples of the cost of on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pydflash.errors import InvalidArgumentError
@@ -112,6 +112,10 @@ class StepCosts:
         self._first: dict[int, float] = {}
         self._known: dict[int, float] = {}  # median of _recent, or _first
 
+    def include(self, keys: Iterable[int]) -> None:
+        """Also take steps of other kinds, known by keys below 0: the number of a tree's nodes."""
+        self._recent.update((key, deque(maxlen=_RECENT_COSTS)) for key in keys)
+
     def add(self, width: int, ms: float) -> None:
         """Note one step. Widths outside the candidates are ignored."""
         if width not in self._recent:
@@ -133,7 +137,9 @@ class StepCosts:
             return 1.0
         plain = self._known.get(1)
         if plain is None:
-            return _guessed_cost(width)
+            return _guessed_cost(width if width > 0 else 1 - width)
+        if width < 0 and width not in self._known:
+            width = 1 - width  # a tree's rows cost at least what a chain's do
         if width in self._known:
             return self._known[width] / plain
         known = [point for point in self._known.items() if point[0] > 1]
@@ -272,6 +278,15 @@ class WidthPolicy:
             carried_ms: the part of ``ms`` that belongs to the step before (its commit and its draft context).
             cut: a stop id or the budget ended the step, so the slot behind the last accepted one was not decided.
         """
+        self._note_step(width, n_tokens, ms, carried_ms)
+        if width > 1:
+            self._since_draft = 0
+            self._note_draft(width, n_tokens, n_accepted, cut)
+        else:
+            self._since_draft += n_tokens
+            self._slots.forget(_KEEP_WITHOUT_DRAFT)
+
+    def _note_step(self, width: int, n_tokens: int, ms: float, carried_ms: float) -> None:
         if self._uncarried is not None:
             earlier_width, earlier_ms = self._uncarried
             self._costs.add(earlier_width, earlier_ms + carried_ms)
@@ -281,12 +296,6 @@ class WidthPolicy:
         if self._balance < self._allowance():
             self._balance += _ALLOWED_LOSS * n_tokens
         self._trial_credit += _TRIAL_SHARE * n_tokens
-        if width > 1:
-            self._since_draft = 0
-            self._note_draft(width, n_tokens, n_accepted, cut)
-        else:
-            self._since_draft += n_tokens
-            self._slots.forget(_KEEP_WITHOUT_DRAFT)
 
     def measured(self, width: int, ms: float) -> None:
         """Note what a step of this width costs, its commit included, without one having been part of a request."""

@@ -26,6 +26,7 @@ class Plan:
     Attributes:
         contexts, prefills: prompt tokens; a context of 0 means short_prompt of them.
         widths: rows of a step; n_steps of each are measured.
+        trees: proposals of a step that form a tree; measured like the widths.
         rates: shares of accepted proposals of the requests in between all and none.
         n_new: tokens of a request, and of plain decoding behind a short prompt; n_tokens behind a long one.
     """
@@ -33,6 +34,7 @@ class Plan:
     contexts: tuple[int, ...]
     prefills: tuple[int, ...]
     widths: tuple[int, ...]
+    trees: tuple[int, ...]
     rates: tuple[float, ...]
     short_prompt: int
     n_new: int
@@ -44,7 +46,7 @@ class Plan:
     @property
     def capacity(self) -> int:
         """Tokens of the longest measurement."""
-        step_rows = (self.n_steps + 8) * max(self.widths)
+        step_rows = (self.n_steps + 8) * max(self.widths) + max(self.trees, default=0)
         decode = _WARM_TOKENS + self.repeats * max(self.n_tokens, self.n_new)
         return max(*self.contexts, *self.prefills, self.short_prompt) + max(step_rows * 2, decode) + 64
 
@@ -86,7 +88,8 @@ class Loop:
 def open_loop(target: pydflash.TargetModel, draft: pydflash.DraftModel | None, plan: Plan) -> Iterator[Loop]:
     with ExitStack() as stack:
         layers = () if draft is None else draft.config.target_layer_ids
-        cache = pydflash.TargetCache(target, plan.capacity, capture_layers=layers)
+        rows = max([16, *(n + 1 for n in plan.trees)])
+        cache = pydflash.TargetCache(target, plan.capacity, max_verify=rows, capture_layers=layers)
         stack.enter_context(cache)
         context = mirror = None
         if draft is not None:
@@ -139,20 +142,25 @@ def steps(loop: Loop, plan: Plan, prompts: Prompts) -> list[Row]:
     its result is first needed, and a commit's in the step behind it. gap_ms is the wall clock minus all parts.
     """
     rows: list[Row] = []
-    for width in plan.widths:
+    trees = () if loop.context is None else plan.trees
+    for width, tree in [*((width, 0) for width in plan.widths), *((n + 1, n) for n in trees)]:
+
+        def step(width: int = width, tree: int = tree) -> pydflash.StepResult:
+            return loop.decoder.step_tree(tree, 1 << 30) if tree else loop.decoder.step(width, 1 << 30)
+
         loop.start(prompts.take(plan.short_prompt))
         for _ in range(4):
-            loop.decoder.step(width, 1 << 30)
+            step()
         walls, parts, emitted, accepted = [], [], 0, 0
         before = pydflash.work_counters()
         for _ in range(plan.n_steps):
             began = time.perf_counter()
-            result = loop.decoder.step(width, 1 << 30)
+            result = step()
             walls.append((time.perf_counter() - began) * 1e3)
             parts.append([getattr(result, name) for name in _PARTS])
             emitted, accepted = emitted + len(result.tokens), accepted + result.n_accepted
         after = pydflash.work_counters()
-        row: Row = {"width": width, "wall_ms": median(walls), "slowest_ms": max(walls)}
+        row: Row = {"width": width, "tree": tree, "wall_ms": median(walls), "slowest_ms": max(walls)}
         row |= {name: median(column) for name, column in zip(_PARTS, zip(*parts, strict=True), strict=True)}
         row["gap_ms"] = median(wall - sum(part) for wall, part in zip(walls, parts, strict=True))
         row["tokens_per_step"] = emitted / plan.n_steps

@@ -51,6 +51,10 @@ void fill_result(dflash_decoder & handle, StepResult && step, dflash_step_result
     r.accept_ms = step.accept_ms;
     r.commit_ms = step.commit_ms;
     r.append_ms = step.append_ms;
+    r.tree = step.tree;
+    r.depth = step.depth;
+    r.n_chain = step.n_chain;
+    r.n_chain_accepted = step.n_chain_accepted;
     handle.draws = std::move(step.draws);
 }
 
@@ -257,6 +261,15 @@ dflash_status dflash_decoder_step_masked(dflash_decoder * decoder, int32_t width
     });
 }
 
+dflash_status dflash_decoder_step_tree(dflash_decoder * decoder, int32_t n_nodes, int64_t budget,
+                                       dflash_step_result * result, dflash_error * err) {
+    return guard(err, [&] {
+        dflash_step_result & r = output(result, "result");
+        const UseAll use(decoder);
+        fill_result(*use, use->decoder->step_tree(n_nodes, budget), r);
+    });
+}
+
 dflash_status dflash_decoder_settle(dflash_decoder * decoder, int64_t n_keep, dflash_error * err) {
     return guard(err, [&] {
         const UseAll use(decoder);
@@ -307,6 +320,7 @@ dflash_status dflash_decoder_state_get(dflash_decoder * decoder, dflash_decoder_
         s.append_ms = t.append_ms;
         s.has_drafter = d.has_drafter() ? 1 : 0;
         s.max_width = d.max_width();
+        s.max_tree = d.max_tree();
         copy_text(s.draft_disabled, t.draft_disabled);
     });
 }

@@ -379,6 +379,13 @@ DFLASH_API dflash_status dflash_target_cache_verify(dflash_target_cache * cache,
                                                     float * logits, int32_t * argmax, dflash_error * err);
 /* Accepts the first n rows of the outcome, 0 <= n <= rows. INVALID when there is no current outcome. */
 DFLASH_API dflash_status dflash_target_cache_commit(dflash_target_cache * cache, int32_t n, dflash_error * err);
+/* The same for the nodes of a tree: row i is ids[i] behind row parents[i], parents[0] = -1, a parent before its
+ * children. commit_path accepts path[0] = 0 and then each time a child of the node before; n = 0 accepts nothing. */
+DFLASH_API dflash_status dflash_target_cache_verify_tree(dflash_target_cache * cache, const int32_t * ids,
+                                                         const int32_t * parents, int32_t n, float * logits,
+                                                         int32_t * argmax, dflash_error * err);
+DFLASH_API dflash_status dflash_target_cache_commit_path(dflash_target_cache * cache, const int32_t * path, int32_t n,
+                                                         dflash_error * err);
 /* Of the current outcome: the recurrent state after a row, float32 [Hv, S, S] (keep_states), and the convolution
  * input, float32 [d_conv - 1 + rows, channels]. */
 DFLASH_API dflash_status dflash_target_cache_verify_state(dflash_target_cache * cache, int32_t layer, int32_t row,
@@ -470,6 +477,12 @@ DFLASH_API dflash_status dflash_draft_context_append_host(dflash_draft_context *
 DFLASH_API dflash_status dflash_draft_context_propose(dflash_draft_context * context, int32_t anchor,
                                                       int32_t * proposals, float * logits, int64_t n_logits,
                                                       dflash_error * err);
+/* Drafts a tree of up to n_nodes proposals behind `anchor`, best first by the drafter's own probabilities: node 0 is
+ * the anchor with parent -1. tokens, parents and scores (natural log-probability of the path to a node) have room for
+ * n_nodes + 1, *n is how many came out. n_nodes 1 to 64. */
+DFLASH_API dflash_status dflash_draft_context_propose_tree(dflash_draft_context * context, int32_t anchor,
+                                                           int32_t n_nodes, int32_t * tokens, int32_t * parents,
+                                                           float * scores, int32_t * n, dflash_error * err);
 DFLASH_API dflash_status dflash_draft_context_rewind(dflash_draft_context * context, int64_t position,
                                                      dflash_error * err);
 DFLASH_API dflash_status dflash_draft_context_reset(dflash_draft_context * context, int64_t position,
@@ -718,6 +731,10 @@ typedef struct dflash_step_result {
     double accept_ms;
     double commit_ms; /* of the step before, which this call committed */
     double append_ms;
+    int32_t tree;             /* nodes of the tree that was verified; 0: a chain, or nothing */
+    int32_t depth;            /* of the deepest proposal */
+    int32_t n_chain;          /* the drafter's first choices, one behind the other */
+    int32_t n_chain_accepted; /* of these, in a row */
 } dflash_step_result;
 
 typedef struct dflash_decoder_state {
@@ -740,6 +757,8 @@ typedef struct dflash_decoder_state {
     int32_t has_drafter; /* 0 also after the drafter failed */
     int32_t max_width;
     char draft_disabled[256]; /* why it is off; empty while it works */
+    int32_t max_tree;         /* most nodes of a tree; 0 without a drafter */
+    int32_t reserved_;
 } dflash_decoder_state;
 
 /* The token loop over one cache. context may be NULL; with the drafter on another device than the cache, mirror carries
@@ -772,6 +791,10 @@ DFLASH_API dflash_status dflash_decoder_prefill(dflash_decoder * decoder, const 
 /* Commits the step before, then emits at least one token: with width > 1 by verifying width - 1 proposals. */
 DFLASH_API dflash_status dflash_decoder_step(dflash_decoder * decoder, int32_t width, int64_t budget,
                                              dflash_step_result * result, dflash_error * err);
+/* The same with a tree of n_nodes proposals, 1 to 64: one target forward of n_nodes + 1 rows. INVALID when the cache
+ * verifies fewer rows. */
+DFLASH_API dflash_status dflash_decoder_step_tree(dflash_decoder * decoder, int32_t n_nodes, int64_t budget,
+                                                  dflash_step_result * result, dflash_error * err);
 /* Commits the step before, its first n_keep tokens only (negative: all), and waits for the device. */
 DFLASH_API dflash_status dflash_decoder_settle(dflash_decoder * decoder, int64_t n_keep, dflash_error * err);
 /* Log-probabilities of token i of the last call: up to capacity likeliest, *n of them. */

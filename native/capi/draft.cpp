@@ -158,6 +158,23 @@ dflash_status dflash_draft_context_propose(dflash_draft_context * context, int32
     });
 }
 
+dflash_status dflash_draft_context_propose_tree(dflash_draft_context * context, int32_t anchor, int32_t n_nodes,
+                                                int32_t * tokens, int32_t * parents, float * scores, int32_t * n,
+                                                dflash_error * err) {
+    return guard(err, [&] {
+        const Use<dflash_draft_context> use(context);
+        required(tokens, "tokens");
+        required(parents, "parents");
+        required(scores, "scores");
+        output(n, "n");
+        const DraftTree tree = use->forward->propose_tree(anchor, n_nodes);
+        std::copy(tree.tokens.begin(), tree.tokens.end(), tokens);
+        std::copy(tree.parents.begin(), tree.parents.end(), parents);
+        std::copy(tree.scores.begin(), tree.scores.end(), scores);
+        *n = static_cast<int32_t>(tree.tokens.size());
+    });
+}
+
 dflash_status dflash_draft_context_rewind(dflash_draft_context * context, int64_t position, dflash_error * err) {
     return guard(err, [&] {
         const Use<dflash_draft_context> use(context);

@@ -48,6 +48,19 @@ void copy_values(const std::vector<float> & from, float * to, int64_t n_values) 
 }
 
 /// The list of a caller, which may be NULL when it is empty.
+void read_outcome(dflash_target_cache & handle, float * logits, int32_t * argmax) {
+    const int64_t n_vocab = handle.cache->model().config().n_vocab;
+    for (int32_t i = 0; logits != nullptr && i < handle.outcome.n_rows; ++i) {
+        const float * row = handle.forward->verify_logits(handle.outcome, i);
+        std::copy(row, row + n_vocab, logits + i * n_vocab);
+    }
+    if (argmax != nullptr) {
+        const std::vector<int32_t> best = handle.forward->verify_argmax(handle.outcome);
+        std::copy(best.begin(), best.end(), argmax);
+    }
+    handle.forward->wait();
+}
+
 template <class T> std::vector<T> list_of(const T * values, int64_t n, const char * name) {
     check(n >= 0, Status::invalid, "n_%s is %lld, want >= 0", name, static_cast<long long>(n));
     return n == 0 ? std::vector<T>() : std::vector<T>(required(values, name), values + n);
@@ -223,16 +236,25 @@ dflash_status dflash_target_cache_verify(dflash_target_cache * cache, const int3
     return guard(err, [&] {
         const Use<dflash_target_cache> use(cache);
         use->outcome = use->forward->verify(required(ids, "ids"), n);
-        const int64_t n_vocab = use->cache->model().config().n_vocab;
-        for (int32_t i = 0; logits != nullptr && i < n; ++i) {
-            const float * row = use->forward->verify_logits(use->outcome, i);
-            std::copy(row, row + n_vocab, logits + i * n_vocab);
-        }
-        if (argmax != nullptr) {
-            const std::vector<int32_t> best = use->forward->verify_argmax(use->outcome);
-            std::copy(best.begin(), best.end(), argmax);
-        }
-        use->forward->wait();
+        read_outcome(*use, logits, argmax);
+    });
+}
+
+dflash_status dflash_target_cache_verify_tree(dflash_target_cache * cache, const int32_t * ids, const int32_t * parents,
+                                              int32_t n, float * logits, int32_t * argmax, dflash_error * err) {
+    return guard(err, [&] {
+        const Use<dflash_target_cache> use(cache);
+        use->outcome = use->forward->verify_tree(required(ids, "ids"), required(parents, "parents"), n);
+        read_outcome(*use, logits, argmax);
+    });
+}
+
+dflash_status dflash_target_cache_commit_path(dflash_target_cache * cache, const int32_t * path, int32_t n,
+                                              dflash_error * err) {
+    return guard(err, [&] {
+        const Use<dflash_target_cache> use(cache);
+        check(n >= 0, Status::invalid, "a path of %d rows, want >= 0", n);
+        use->forward->commit_path(use->outcome, list_of(path, n, "path"));
     });
 }
 

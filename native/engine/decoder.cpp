@@ -1,29 +1,12 @@
 #include "engine/decoder.hpp"
 
 #include <algorithm>
-#include <chrono>
 
 #include "base/error.hpp"
 #include "base/log.hpp"
+#include "engine/stopwatch.hpp"
 
 namespace dflash {
-namespace {
-
-class Stopwatch {
-  public:
-    double lap_ms() {
-        const auto now = std::chrono::steady_clock::now();
-        const double ms = std::chrono::duration<double, std::milli>(now - last_).count();
-        last_ = now;
-        return ms;
-    }
-
-  private:
-    std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
-};
-
-} // namespace
-
 Decoder::Decoder(TargetCache & cache, TargetForward & target, DraftContext * context, DraftForward * draft,
                  DraftFeatureMirror * mirror, DecoderOptions options)
     : cache_(cache), target_(target), context_(context), draft_(draft), mirror_(mirror), options_(options),
@@ -211,7 +194,13 @@ void Decoder::settle(int64_t n_keep) {
     check(rows >= 1 && rows <= pending_rows_, Status::invalid, "keep %lld of the last step, want 1 to %lld",
           static_cast<long long>(n_keep), static_cast<long long>(pending_rows_));
     Stopwatch watch;
-    target_.commit_async(pending_, static_cast<int32_t>(rows));
+    if (pending_path_.empty()) {
+        target_.commit_async(pending_, static_cast<int32_t>(rows));
+    } else {
+        pending_path_.resize(static_cast<size_t>(rows));
+        target_.commit_path_async(pending_, pending_path_);
+        pending_path_.clear();
+    }
     // The history ends with the emitted tokens of the step, the last kept one is the anchor.
     history_->truncate(cache_.position() + 1);
     pending_rows_ = 0;
@@ -226,16 +215,23 @@ void Decoder::settle(int64_t n_keep) {
     carried_append_ms_ += watch.lap_ms();
 }
 
-StepResult Decoder::step(int32_t width, int64_t budget) {
+void Decoder::begin_step(int64_t budget) {
     check(sampler_ != nullptr && has_anchor_, Status::invalid, "a step needs a prefill first");
     check(budget >= 1, Status::invalid, "budget %lld, want at least 1", static_cast<long long>(budget));
     cancel_.check_not_raised();
     settle();
     check(room() >= 1, Status::capacity, "the context of %lld tokens is full",
           static_cast<long long>(cache_.capacity()));
+}
+
+StepResult Decoder::step(int32_t width, int64_t budget) {
+    begin_step(budget);
     width = static_cast<int32_t>(
         std::min<int64_t>({width, max_width(), budget, room(), static_cast<int64_t>(max_draft_slots)}));
-    StepResult result = width > 1 ? step_drafted(width, budget) : step_alone(budget);
+    return end_step(width > 1 ? step_drafted(width, budget) : step_alone(budget));
+}
+
+StepResult Decoder::end_step(StepResult result) {
     result.commit_ms += carried_commit_ms_;
     result.append_ms += carried_append_ms_;
     carried_commit_ms_ = carried_append_ms_ = 0;
@@ -296,6 +292,7 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
     result.draft_ms = watch.lap_ms();
     result.width = width;
     result.n_proposed = width - 1;
+    result.depth = result.n_chain = width - 1;
     if (shared_ids) {
         pending_ = target_.verify(nullptr, width, {draft_->verify_ids(), draft_->ids_serial()});
         try {
@@ -323,7 +320,7 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
         accepted = accept_chain(proposals, row, pending_.base, *sampler_, *history_, rule);
     }
     pending_rows_ = static_cast<int64_t>(accepted.emitted.size());
-    result.n_accepted = accepted.n_accepted;
+    result.n_accepted = result.n_chain_accepted = accepted.n_accepted;
     result.tokens = std::move(accepted.emitted);
     result.draws = std::move(accepted.draws);
     result.reason = accepted.reason;
@@ -343,7 +340,7 @@ void Decoder::count(const StepResult & r) {
         stats_.draft_steps += 1;
         stats_.proposed += r.n_proposed;
         stats_.accepted += r.n_accepted;
-        for (int32_t i = 0; i < r.n_proposed; ++i) {
+        for (int32_t i = 0; i < r.depth; ++i) {
             stats_.proposed_by_slot[static_cast<size_t>(i)] += 1;
             stats_.accepted_by_slot[static_cast<size_t>(i)] += i < r.n_accepted ? 1 : 0;
         }
@@ -372,6 +369,7 @@ void Decoder::reset() {
     target_.forget_outcome();
     target_.clear_poison();
     pending_rows_ = 0;
+    pending_path_.clear();
     cache_.reset(false, true, false);
     if (context_ != nullptr) {
         context_->reset();
@@ -390,6 +388,7 @@ void Decoder::adopt(std::vector<int32_t> tokens, int64_t draft_from) {
           "%zu tokens for a cache at position %lld", tokens.size(), static_cast<long long>(cache_.position()));
     target_.forget_outcome();
     pending_rows_ = 0;
+    pending_path_.clear();
     history_->truncate(0);
     for (const int32_t token : tokens) {
         history_->push(token);

@@ -29,6 +29,10 @@ struct StepResult {
     int32_t width = 0;           // rows of the target forward
     int32_t n_proposed = 0;      // proposals that were verified: width - 1
     int32_t n_accepted = 0;
+    int32_t tree = 0;             // nodes of the tree that was verified; 0: a chain, or nothing
+    int32_t depth = 0;            // of the deepest proposal
+    int32_t n_chain = 0;          // the drafter's first choices one behind the other, from the first slot on
+    int32_t n_chain_accepted = 0; // of these, in a row
     StopReason reason = StopReason::none;
     double draft_ms = 0, verify_ms = 0, accept_ms = 0, commit_ms = 0, append_ms = 0;
 };
@@ -77,6 +81,10 @@ class Decoder {
     /// Consumes the anchor and up to width - 1 proposals, emits at least one token and at most `budget`.
     /// width <= 1, or no drafter: plain decoding. Throws Status::capacity when the context is full.
     StepResult step(int32_t width, int64_t budget);
+    /// The same with a tree of n_nodes proposals (build_draft_tree): one target forward of n_nodes + 1 rows. Emits at
+    /// most the depth of the tree + 1. Near the end of the context a chain takes its place. Throws Status::invalid
+    /// unless 1 <= n_nodes <= max_tree_nodes, and when max_verify of the cache is below n_nodes + 1.
+    StepResult step_tree(int32_t n_nodes, int64_t budget);
     /// Commits the last step, but only its first n_keep emitted tokens: with n_keep = 1 just the anchor that it
     /// consumed. Negative: all of it. After this the cache, its features and the drafter agree on position(), and the
     /// last kept token is the anchor again. No-op when nothing is pending.
@@ -105,6 +113,8 @@ class Decoder {
     /// Committed and pending tokens, the anchor last.
     const std::vector<int32_t> & tokens() const { return history_->tokens(); }
     int32_t max_width() const;
+    /// Most nodes of a tree; 0 without a drafter.
+    int32_t max_tree() const;
     TargetCache & cache() { return cache_; }
     DraftContext * draft_context() { return context_; }
 
@@ -115,8 +125,11 @@ class Decoder {
                          const std::function<bool(int64_t, int64_t)> & progress);
     RowLogits masked(RowLogits row);
     bool draws_on_device() const { return !mask_ && sampler_->is_greedy_without_processing(); }
+    void begin_step(int64_t budget);
+    StepResult end_step(StepResult result);
     StepResult step_alone(int64_t budget);
     StepResult step_drafted(int32_t width, int64_t budget);
+    StepResult step_drafted_tree(int32_t n_nodes, int64_t budget);
     void disable_draft(const Error & error);
     void count(const StepResult & result);
 
@@ -139,7 +152,8 @@ class Decoder {
     std::vector<uint32_t> allowed_; // words of the mask in use
     VerifyOutcome pending_;
     int64_t pending_rows_ = 0;
-    double carried_commit_ms_ = 0; // of the previous step, reported with the one that pays for it
+    std::vector<int32_t> pending_path_; // of a tree: its nodes, one per pending row
+    double carried_commit_ms_ = 0;      // of the previous step, reported with the one that pays for it
     double carried_append_ms_ = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "engine/draft_forward.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.hpp"
 
@@ -130,9 +131,10 @@ void DraftForward::append_host(const float * features, int64_t base, int64_t n) 
     append_all(nullptr, 0, 0, features, base, n);
 }
 
-DraftProposeGraph & DraftForward::propose_graph(int32_t n_out) {
+DraftProposeGraph & DraftForward::propose_graph(int32_t n_out, int32_t n_top) {
     const std::vector<int64_t> keys = draft_keys(context_);
-    const auto it = std::find_if(proposes_.begin(), proposes_.end(), [&](const auto & g) { return g->n_out == n_out; });
+    const auto it = std::find_if(proposes_.begin(), proposes_.end(),
+                                 [&](const auto & g) { return g->n_out == n_out && g->n_top == n_top; });
     if (it != proposes_.end() && (*it)->n_kv == keys) {
         return **it;
     }
@@ -142,20 +144,21 @@ DraftProposeGraph & DraftForward::propose_graph(int32_t n_out) {
     } else if (proposes_.size() >= max_propose_graphs) {
         proposes_.erase(proposes_.begin());
     }
-    proposes_.push_back(build_draft_propose_graph(context_, n_out, block_ids_, verify_ids_));
+    proposes_.push_back(build_draft_propose_graph(context_, n_out, n_top, block_ids_, verify_ids_));
     return *proposes_.back();
 }
 
-void DraftForward::propose(int32_t anchor, int32_t n_wanted) {
+void DraftForward::propose(int32_t anchor, int32_t n_wanted, int32_t n_top) {
     const DraftModel & model = context_.model();
     const DraftConfig & c = model.config();
     const int32_t n_vocab = model.target()->config().n_vocab;
     check(anchor >= 0 && anchor < n_vocab, Status::invalid, "anchor %d, want 0 to %d", anchor, n_vocab - 1);
     check(n_wanted != 0 && n_wanted <= c.n_proposals(), Status::invalid, "%d proposals, want 1 to %d", n_wanted,
           c.n_proposals());
+    check(n_top >= 0, Status::invalid, "%d candidates of a slot, want >= 0", n_top);
     const auto guard = model.device()->lock();
     proposed_ = false;
-    propose_ = &propose_graph(n_wanted < 0 ? c.n_proposals() : n_wanted);
+    propose_ = &propose_graph(n_wanted < 0 ? c.n_proposals() : n_wanted, n_top);
     Graph & graph = *propose_->graph;
     for (size_t i = 0; i < positions_.size(); ++i) {
         positions_[i] = static_cast<int32_t>(context_.cursor() + static_cast<int64_t>(i));
@@ -185,6 +188,41 @@ std::vector<int32_t> DraftForward::proposals() {
               "proposal %zu is %d: the drafter's logits are not numbers", i, ids[i]);
     }
     return ids;
+}
+
+std::vector<SlotCandidates> DraftForward::candidates() {
+    check(has_proposals() && propose_->top_ids != nullptr, Status::invalid,
+          "no candidates were asked for since the context changed");
+    const auto guard = context_.model().device()->lock();
+    const auto n_slots = static_cast<size_t>(propose_->n_out);
+    const auto n_top = static_cast<size_t>(ggml_nelements(propose_->top_ids)) / n_slots;
+    std::vector<int32_t> ids(n_slots * n_top);
+    std::vector<float> values(2 * n_slots * n_top); // by slot: logits, probabilities
+    propose_->graph->read(propose_->top_ids, ids.data(), 0, ids.size() * sizeof(int32_t));
+    propose_->graph->read(propose_->top_values, values.data(), 0, values.size() * sizeof(float));
+    std::vector<SlotCandidates> slots;
+    for (size_t i = 0; i < n_slots; ++i) {
+        const int32_t * slot_ids = ids.data() + i * n_top;
+        const float * logits = values.data() + 2 * i * n_top;
+        for (size_t j = 0; j < n_top; ++j) {
+            check(slot_ids[j] >= 0 && slot_ids[j] < context_.model().target()->config().n_vocab, Status::internal,
+                  "candidate %zu of slot %zu is %d: the drafter's logits are not numbers", j, i, slot_ids[j]);
+        }
+        // The best one's probability is at least 1 / vocabulary: its logarithm is exact enough for all of them.
+        const auto best = static_cast<size_t>(std::max_element(logits, logits + n_top) - logits);
+        const float log_normaliser = logits[best] - std::log(logits[n_top + best]);
+        check(std::isfinite(log_normaliser), Status::internal, "the drafter's logits of slot %zu are not numbers", i);
+        slots.push_back(sorted_candidates(slot_ids, logits, static_cast<int32_t>(n_top), log_normaliser));
+    }
+    return slots;
+}
+
+DraftTree DraftForward::propose_tree(int32_t anchor, int32_t n_nodes) {
+    check(n_nodes >= 1 && n_nodes <= max_tree_nodes, Status::invalid, "a tree of %d nodes, want 1 to %d", n_nodes,
+          max_tree_nodes);
+    const int32_t n_slots = context_.model().config().n_proposals();
+    propose(anchor, n_slots, tree_candidates);
+    return build_draft_tree(anchor, candidates(), tree_limits(n_nodes, n_slots));
 }
 
 std::vector<float> DraftForward::logits() {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "decode/draft_tree.hpp"
 #include "graph/draft_graph.hpp"
 #include "state/draft_context.hpp"
 #include "state/target_cache.hpp"
@@ -27,13 +28,19 @@ class DraftForward {
 
     /// Drafts the block at the context's cursor behind `anchor`, which stands at that position. Queued; the proposals
     /// are in verify_ids() and can be read with proposals(). n_wanted: the first that many proposals, at most
-    /// n_proposals; negative: all. Throws Status::invalid for an id outside the vocabulary or another n_wanted.
-    void propose(int32_t anchor, int32_t n_wanted = -1);
+    /// n_proposals; negative: all. n_top > 0: also finds the n_top likeliest tokens of each of these slots. Throws
+    /// Status::invalid for an id outside the vocabulary, another n_wanted or a negative n_top.
+    void propose(int32_t anchor, int32_t n_wanted = -1, int32_t n_top = 0);
     /// i32 [n_proposals + 1] on the device: anchor, proposals (the wanted ones).
     ggml_tensor * verify_ids() const { return verify_ids_; }
     uint64_t ids_serial() const { return ids_->serial(); }
     /// The proposals of the last propose(). Throws Status::internal when one is no token (logits of NaN).
     std::vector<int32_t> proposals();
+    /// The n_top likeliest tokens of each slot of the last propose(), fewer where the vocabulary is smaller. Throws
+    /// Status::internal for logits that are not numbers.
+    std::vector<SlotCandidates> candidates();
+    /// propose() of every slot, and a tree of up to n_nodes proposals made from it with tree_limits().
+    DraftTree propose_tree(int32_t anchor, int32_t n_nodes);
     /// Draft logits of the last propose(), f32 [n_wanted, vocabulary], and hidden rows [n_wanted, n_embd].
     std::vector<float> logits();
     std::vector<float> hidden();
@@ -43,7 +50,7 @@ class DraftForward {
   private:
     void run_append(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features, int64_t base,
                     int64_t n, int64_t end);
-    DraftProposeGraph & propose_graph(int32_t n_out);
+    DraftProposeGraph & propose_graph(int32_t n_out, int32_t n_top);
     DraftAppendGraph & append_graph(int32_t n_rows, ggml_tensor * ring, uint64_t serial);
     void append_all(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features, int64_t base,
                     int64_t n);
@@ -53,7 +60,7 @@ class DraftForward {
     ggml_tensor * block_ids_ = nullptr;
     ggml_tensor * verify_ids_ = nullptr;
     std::vector<std::unique_ptr<DraftAppendGraph>> appends_;
-    std::vector<std::unique_ptr<DraftProposeGraph>> proposes_; // by n_out, most recent last
+    std::vector<std::unique_ptr<DraftProposeGraph>> proposes_; // by n_out and n_top, most recent last
     DraftProposeGraph * propose_ = nullptr;                    // of the last propose()
     std::vector<int32_t> ints_;
     std::vector<int32_t> block_;

@@ -9,7 +9,7 @@
 namespace dflash {
 namespace {
 
-constexpr size_t max_graphs = 16;
+constexpr size_t max_graphs = 32;
 
 } // namespace
 
@@ -74,14 +74,14 @@ TargetForward::Entry & TargetForward::entry(const TargetGraphShape & shape) {
 }
 
 void TargetForward::run(Entry & e, int64_t base, const int32_t * ids, const float * hidden,
-                        const std::vector<int64_t> & out_rows) {
+                        const std::vector<int64_t> & out_rows, const TreeLayout * tree) {
     TargetGraph & g = *e.graph;
     const TargetConfig & c = cache_.model().config();
     const int64_t n = g.shape.n_rows;
     const int64_t ring = std::max<int64_t>(cache_.feature_capacity(), 1);
     int32_t * at = e.ints.data();
     for (int64_t i = 0; i < n; ++i) {
-        at[i] = static_cast<int32_t>(base + i);
+        at[i] = static_cast<int32_t>(base + (tree != nullptr ? tree->depth[static_cast<size_t>(i)] : i));
         at[n + i] = static_cast<int32_t>((base + i) % ring);
         e.kv_rows[static_cast<size_t>(i)] = base + i;
     }
@@ -102,7 +102,9 @@ void TargetForward::run(Entry & e, int64_t base, const int32_t * ids, const floa
     }
     g.graph->write(g.ints, e.ints.data(), 0, e.ints.size() * sizeof(int32_t));
     g.graph->write(g.kv_rows, e.kv_rows.data(), 0, e.kv_rows.size() * sizeof(int64_t));
-    if (g.mask) {
+    if (tree != nullptr) {
+        write_tree(e, base, *tree);
+    } else if (g.mask) {
         g.mask->update(*g.graph, base);
     }
     g.graph->compute_async();
@@ -248,7 +250,7 @@ VerifyOutcome TargetForward::verify(const int32_t * ids, int32_t n, DeviceIds de
     forget_outcome();
     run(e, base, ids, nullptr, rows);
     cache_.note_rows_written(base, n);
-    return {serial_, base, n, e.graph.get(), false};
+    return {serial_, base, n, e.graph.get(), false, nullptr};
 }
 
 VerifyOutcome TargetForward::advance(int32_t id) {
@@ -276,7 +278,7 @@ VerifyOutcome TargetForward::advance(int32_t id) {
     cache_.note_rows_written(base, 1);
     cache_.set_position(base + 1);
     cache_.last_logits.clear();
-    return {serial_, base, 1, e.graph.get(), true};
+    return {serial_, base, 1, e.graph.get(), true, nullptr};
 }
 
 void TargetForward::check_outcome(const VerifyOutcome & outcome) const {
@@ -324,7 +326,7 @@ std::vector<float> TargetForward::verify_state(const VerifyOutcome & outcome, in
     for (const DeltaNetCapture & d : outcome.graph->captures) {
         if (d.layer == layer) {
             check(d.states != nullptr, Status::invalid,
-                  "states of single rows were not kept; open the cache with keep_states");
+                  "states of single rows were not kept: open the cache with keep_states, and verify a chain");
             const size_t n = static_cast<size_t>(d.states->ne[0] * d.states->ne[1] * d.states->ne[2]);
             std::vector<float> out(n);
             const size_t slot = static_cast<size_t>(outcome.n_rows - 1 - row); // newest first
@@ -371,19 +373,32 @@ void TargetForward::device_commit(const VerifyOutcome & outcome, int32_t n) {
 
 void TargetForward::commit_async(const VerifyOutcome & outcome, int32_t n) {
     check_outcome(outcome);
-    check(!outcome.committed, Status::invalid, "this outcome is committed already");
     check(n >= 0 && n <= outcome.n_rows, Status::invalid, "commit of %d rows, want 0 to %d", n, outcome.n_rows);
+    std::vector<int32_t> path(static_cast<size_t>(n));
+    for (int32_t i = 0; i < n; ++i) {
+        path[static_cast<size_t>(i)] = i;
+    }
+    commit_path_async(outcome, path);
+}
+
+void TargetForward::commit_rows(const VerifyOutcome & outcome, const std::vector<int32_t> & path) {
+    check(!outcome.committed, Status::invalid, "this outcome is committed already");
+    const auto n = static_cast<int32_t>(path.size());
     const auto guard = cache_.model().device()->lock();
     if (n > 0) {
         std::vector<float> logits;
         if (const void * data = host_data(outcome.graph->logits)) {
             const size_t n_vocab = static_cast<size_t>(cache_.model().config().n_vocab);
-            const float * row = static_cast<const float *>(data) + static_cast<size_t>(n - 1) * n_vocab;
+            const float * row = static_cast<const float *>(data) + static_cast<size_t>(path.back()) * n_vocab;
             cache_.model().device()->synchronize();
             logits.assign(row, row + n_vocab);
         }
         try {
-            device_commit(outcome, n);
+            if (outcome.graph->shape.tree_levels > 0) {
+                device_commit_path(outcome, path);
+            } else {
+                device_commit(outcome, n);
+            }
         } catch (...) {
             poisoned_ = true;
             throw;

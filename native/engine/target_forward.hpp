@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "base/cancel.hpp"
+#include "decode/draft_tree.hpp"
 #include "graph/target_graph.hpp"
+#include "graph/tree_commit.hpp"
 #include "state/prefix_snapshot.hpp"
 #include "state/target_cache.hpp"
 
@@ -44,7 +46,8 @@ struct VerifyOutcome {
     int64_t base = 0;    // position of row 0
     int32_t n_rows = 0;
     TargetGraph * graph = nullptr;
-    bool committed = false; // nothing is left to commit
+    bool committed = false;                 // nothing is left to commit
+    std::shared_ptr<const TreeLayout> tree; // null: verify() ran a chain
 };
 
 /// Runs the target over one cache and owns the graphs that do it. One user at a time; takes the device's lock.
@@ -61,6 +64,13 @@ class TargetForward {
     /// Runs w = n rows at the current position without committing them. ids may be null when device_ids (i32 on this
     /// device, at least n long) is given. An earlier outcome becomes stale.
     VerifyOutcome verify(const int32_t * ids, int32_t n, DeviceIds device_ids = {});
+    /// The same for the nodes of a tree: row i is ids[i] behind row parents[i], parents[0] = -1, at the position of its
+    /// depth. A graph of the given size is used, so that steps with different trees share one; a tree that does not fit
+    /// gets one that it does. A tree that is a chain runs as verify(). Throws Status::invalid naming the row
+    /// for parents that are no tree, for more rows than max_verify or than max_tree_nodes + 1.
+    VerifyOutcome verify_tree(const int32_t * ids, const int32_t * parents, int32_t n, TreeSize size = {});
+    /// Builds what verify_tree() and its commit need for n rows at the current position, as far as it is not there.
+    void prepare_tree(int32_t n, const std::vector<TreeSize> & sizes);
     /// Runs one token and commits it in the same pass. The outcome's logits can be read; it cannot be committed again.
     VerifyOutcome advance(int32_t id);
     /// Waits for what was queued.
@@ -73,11 +83,15 @@ class TargetForward {
     std::vector<float> verify_state(const VerifyOutcome & outcome, int32_t layer, int32_t row);
     /// The convolution input of a layer, f32 [d_conv - 1 + n_rows, channels] by row.
     std::vector<float> verify_conv_input(const VerifyOutcome & outcome, int32_t layer);
-    /// Accepts the first n rows, 0 <= n <= n_rows. Throws Status::invalid for a stale outcome or another n; after a
-    /// device error the cache is poisoned until it is reset.
+    /// Accepts the first n rows, 0 <= n <= n_rows; of a tree they must be a path. Throws Status::invalid for a stale
+    /// outcome or another n; after a device error the cache is poisoned until it is reset.
     void commit(const VerifyOutcome & outcome, int32_t n);
     /// Same, without waiting for the device.
     void commit_async(const VerifyOutcome & outcome, int32_t n);
+    /// Accepts the nodes of a path from row 0 down, possibly none. Throws as commit() does, naming the entry that is no
+    /// child of the one before.
+    void commit_path(const VerifyOutcome & outcome, const std::vector<int32_t> & path);
+    void commit_path_async(const VerifyOutcome & outcome, const std::vector<int32_t> & path);
     bool is_current(const VerifyOutcome & outcome) const { return outcome.serial != 0 && outcome.serial == serial_; }
     /// Makes any outcome stale; for resets and restores.
     void forget_outcome() { ++serial_; }
@@ -97,7 +111,9 @@ class TargetForward {
     struct Entry {
         std::unique_ptr<TargetGraph> graph;
         std::unique_ptr<CommitGraph> commit; // declared after the graph it reads from: destroyed first
-        std::vector<int32_t> ints;           // host side of the index inputs
+        std::unique_ptr<TreeCommitGraph> tree_commit;
+        std::vector<int32_t> ints; // host side of the index inputs
+        std::vector<int32_t> tree_ints;
         std::vector<int64_t> kv_rows;
         std::vector<float> activations;
         uint64_t last_use = 0;
@@ -105,12 +121,17 @@ class TargetForward {
     template <class Body> void restore_with(Body && body);
     Entry & entry(const TargetGraphShape & shape);
     void run(Entry & entry, int64_t base, const int32_t * ids, const float * hidden,
-             const std::vector<int64_t> & out_rows);
+             const std::vector<int64_t> & out_rows, const TreeLayout * tree = nullptr);
+    Entry & tree_entry(int32_t n, TreeSize size);
+    void write_tree(Entry & entry, int64_t base, const TreeLayout & layout);
     int64_t keys_for(int64_t end) const;
     void check_ids(const int32_t * ids, int64_t n) const;
     void check_room(int64_t n) const;
     void check_outcome(const VerifyOutcome & outcome) const;
     void device_commit(const VerifyOutcome & outcome, int32_t n);
+    void device_commit_path(const VerifyOutcome & outcome, const std::vector<int32_t> & path);
+    /// path holds as many rows as are accepted; of a chain only their number counts.
+    void commit_rows(const VerifyOutcome & outcome, const std::vector<int32_t> & path);
 
     TargetCache & cache_;
     std::vector<std::unique_ptr<Entry>> entries_;

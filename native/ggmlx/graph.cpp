@@ -58,6 +58,19 @@ ggml_tensor * Graph::alias(const ggml_tensor * elsewhere) {
     return tensor;
 }
 
+ggml_tensor * Graph::alias_rows(const ggml_tensor * matrix, enum ggml_type type) {
+    const size_t size = ggml_type_size(type);
+    check(ggml_is_contiguous(matrix) && ggml_blck_size(type) == 1 && matrix->nb[1] % size == 0, Status::internal,
+          "rows of %zu bytes of %s as %s", matrix->nb[1], matrix->name, ggml_type_name(type));
+    ggml_tensor * tensor =
+        ggml_new_tensor_2d(ctx_.get(), type, static_cast<int64_t>(matrix->nb[1] / size), ggml_nrows(matrix));
+    tensor->buffer = matrix->view_src != nullptr ? matrix->view_src->buffer : matrix->buffer;
+    tensor->data = matrix->data;
+    check(tensor->data != nullptr, Status::internal, "alias of %s before it has memory", matrix->name);
+    ggml_set_name(tensor, matrix->name);
+    return tensor;
+}
+
 void Graph::finish(const char * what) {
     check(!finished_, Status::internal, "graph %s finished twice", what);
     for (int i = 0; i < ggml_graph_n_nodes(graph_); ++i) {

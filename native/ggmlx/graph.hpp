@@ -38,6 +38,9 @@ class Graph {
     ggml_tensor * input(enum ggml_type type, const char * name, int64_t ne0, int64_t ne1 = 1);
     /// The memory of a kept tensor of another graph as a source of this one. That graph must outlive this one.
     ggml_tensor * alias(const ggml_tensor * elsewhere);
+    /// The rows of a contiguous matrix as rows of another type, bytes as they are. Throws Status::internal unless a row
+    /// has a whole number of elements.
+    ggml_tensor * alias_rows(const ggml_tensor * matrix, enum ggml_type type);
     /// Adds the node and all it depends on, in this order.
     void expand(ggml_tensor * node) { ggml_build_forward_expand(graph_, node); }
     /// Like expand, and keeps the node's memory intact until the next run.

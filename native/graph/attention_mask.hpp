@@ -17,9 +17,14 @@ class AttentionMask {
     ggml_tensor * tensor() const { return tensor_; }
     /// Queues the upload for rows starting at base. base + n_rows <= n_kv.
     void update(Graph & graph, int64_t base);
+    /// The same for rows that are the nodes of a tree, node i in row base + i: it sees what lies before base, its
+    /// ancestors and itself. parents: -1 for node 0, else a smaller index; depth: distance to node 0.
+    void update_tree(Graph & graph, int64_t base, const std::vector<int32_t> & parents,
+                     const std::vector<int32_t> & depth);
 
   private:
     void fill(int64_t first_column, int64_t end_column, int64_t base);
+    void upload(Graph & graph, int64_t first_column, int64_t end_column);
 
     ggml_tensor * tensor_ = nullptr;
     std::vector<uint16_t> host_;

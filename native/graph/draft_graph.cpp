@@ -32,6 +32,23 @@ KeyValue build_key_value(ggml_context * ctx, const DraftContext & context, int32
     return {ggml_reshape_2d(ctx, k, width, n), ggml_reshape_2d(ctx, v, width, n)};
 }
 
+/// The likeliest tokens of every slot, so that a tree needs no logits on the host.
+void add_candidates(Graph & graph, const DraftModel & model, int32_t n_top, DraftProposeGraph & built) {
+    ggml_context * ctx = graph.ctx();
+    const int64_t n_vocab = built.logits->ne[0];
+    const int64_t n = built.n_out;
+    const int64_t k = std::min<int64_t>(n_top, n_vocab);
+    ggml_tensor * ids = ggml_top_k(ctx, built.logits, static_cast<int>(k));
+    const auto chosen = [&](ggml_tensor * rows) {
+        return ggml_reshape_2d(ctx, ggml_get_rows(ctx, ggml_reshape_3d(ctx, rows, 1, n_vocab, n), ids), k, n);
+    };
+    built.top_values = ggml_concat(ctx, chosen(built.logits), chosen(ggml_soft_max(ctx, built.logits)), 0);
+    graph.keep(built.top_values);
+    ids = ggml_reshape_1d(ctx, ids, k * n);
+    built.top_ids = model.d2t() != nullptr ? ggml_reshape_1d(ctx, ggml_get_rows(ctx, model.d2t(), ids), k * n) : ids;
+    graph.keep(built.top_ids);
+}
+
 ggml_tensor * first_rows(ggml_context * ctx, ggml_tensor * t, int64_t n) {
     return ggml_view_2d(ctx, t, t->ne[0], n, t->nb[1], 0);
 }
@@ -81,13 +98,14 @@ std::unique_ptr<DraftAppendGraph> build_draft_append_graph(const DraftContext & 
     return built;
 }
 
-std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out,
+std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out, int32_t n_top,
                                                              ggml_tensor * block_ids, ggml_tensor * verify_ids) {
     const DraftModel & model = context.model();
     const DraftConfig & c = model.config();
     auto built = std::make_unique<DraftProposeGraph>();
     built->n_kv = draft_keys(context);
     built->n_out = n_out;
+    built->n_top = n_top;
     built->graph = std::make_unique<Graph>(model.device(), 96 + 64 * static_cast<size_t>(c.n_layer));
     Graph & graph = *built->graph;
     ggml_context * ctx = graph.ctx();
@@ -165,6 +183,9 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
     }
     built->ids = ids;
     graph.keep(ids);
+    if (n_top > 0) {
+        add_candidates(graph, model, n_top, *built);
+    }
     graph.expand(ggml_cpy(ctx, ggml_view_1d(ctx, block_ids, 1, 0), ggml_view_1d(ctx, verify_ids, 1, 0)));
     graph.expand(ggml_cpy(ctx, ids, ggml_view_1d(ctx, verify_ids, n_out, sizeof(int32_t))));
     graph.finish("draft proposal");

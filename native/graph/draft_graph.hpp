@@ -36,11 +36,15 @@ struct DraftProposeGraph {
     ggml_tensor * logits = nullptr; // f32 [vocabulary, n_out]
     ggml_tensor * hidden = nullptr; // f32 [n_embd, n_out], normed
     ggml_tensor * ids = nullptr;    // i32 [n_out], target ids
+    int32_t n_top = 0;
+    ggml_tensor * top_ids = nullptr;    // i32 [n_top * n_out], target ids, no order in a slot; null for n_top 0
+    ggml_tensor * top_values = nullptr; // f32 [2 * n_top, n_out]: their logits, then their probabilities
 };
 
 /// block_ids: i32 [block] on the device, anchor first. verify_ids: i32 [>= n_out + 1], receives anchor, proposals.
+/// n_top: candidates of each slot, at most as many as the draft vocabulary has; 0: none.
 /// n_out: only the first proposals that are wanted; the last layer and the head are not run for the others.
-std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out,
+std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext & context, int32_t n_out, int32_t n_top,
                                                              ggml_tensor * block_ids, ggml_tensor * verify_ids);
 
 /// Keys that each layer's attention looks at for the present cursor, a multiple of 256.

@@ -7,6 +7,8 @@
 namespace dflash {
 namespace {
 
+constexpr int64_t cpu_tiled_attention_rows = 64;
+
 ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x,
                                    const RowInputs & rows) {
     ggml_context * ctx = graph.ctx();
@@ -42,8 +44,18 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     graph.expand(ggml_set_rows(ctx, cache.attn_k(il), k, rows.kv_rows));
     graph.expand(ggml_set_rows(ctx, cache.attn_v(il), ggml_reshape_2d(ctx, v, hd * c.n_head_kv, n), rows.kv_rows));
 
+    const auto attend = [&](int64_t first, int64_t count) {
+        ggml_tensor * part =
+            ggml_view_3d(ctx, q, hd, c.n_head, count, q->nb[1], q->nb[2], q->nb[2] * static_cast<size_t>(first));
+        ggml_tensor * mask = ggml_view_2d(ctx, rows.mask, rows.n_kv, count, rows.mask->nb[1],
+                                          rows.mask->nb[1] * static_cast<size_t>(first));
+        return build_attention(ctx, part, cache.attn_k(il), cache.attn_v(il), mask, hd, c.n_head_kv, rows.n_kv);
+    };
+    // With this many rows the CPU backend takes another kernel, which rounds otherwise than it does for one row.
+    const bool split = rows.tree != nullptr && n >= cpu_tiled_attention_rows && graph.device()->is_cpu();
     ggml_tensor * out =
-        build_attention(ctx, q, cache.attn_k(il), cache.attn_v(il), rows.mask, hd, c.n_head_kv, rows.n_kv);
+        split ? ggml_concat(ctx, attend(0, n / 2), attend(n / 2, n - n / 2), 1)
+              : build_attention(ctx, q, cache.attn_k(il), cache.attn_v(il), rows.mask, hd, c.n_head_kv, rows.n_kv);
     if (cache.v_rotation() != nullptr) {
         out = build_rotation(ctx, cache.v_rotation(), out);
     }
@@ -51,8 +63,8 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     return build_linear(ctx, l.wo, out);
 }
 
-ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x, StateUpdate update,
-                              DeltaNetCapture * capture) {
+ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x,
+                              const RowInputs & rows, StateUpdate update, DeltaNetCapture * capture) {
     ggml_context * ctx = graph.ctx();
     const TargetConfig & c = cache.model().config();
     const TargetLayer & l = cache.model().layer(il);
@@ -84,9 +96,11 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
         by_time = ggml_concat(ctx, ggml_transpose(ctx, conv_state), ggml_transpose(ctx, mixed), 0);
     } else { // a commit gathers columns of the window
         window = ggml_concat(ctx, conv_state, mixed, 1);
-        by_time = ggml_cont(ctx, ggml_transpose(ctx, window));
+        by_time = rows.tree == nullptr ? ggml_cont(ctx, ggml_transpose(ctx, window)) : nullptr;
     }
-    ggml_tensor * qkv = ggml_silu(ctx, ggml_ssm_conv(ctx, by_time, l.ssm_conv1d)); // [channels, n]
+    ggml_tensor * qkv = rows.tree == nullptr ? ggml_ssm_conv(ctx, by_time, l.ssm_conv1d)
+                                             : build_tree_conv(ctx, window, l.ssm_conv1d, *rows.tree);
+    qkv = ggml_silu(ctx, qkv); // [channels, n]
     if (update == StateUpdate::write) {
         graph.expand(qkv);
         ggml_tensor * newest =
@@ -103,9 +117,10 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
     ggml_tensor * v =
         ggml_view_3d(ctx, qkv, s, hv, n, ggml_row_size(qkv->type, s), qkv->nb[1], ggml_row_size(qkv->type, 2 * hk * s));
 
-    const bool keep_states = update == StateUpdate::keep && cache.options().keep_states;
+    const bool keep_states = update == StateUpdate::keep && rows.tree == nullptr && cache.options().keep_states;
     const int64_t n_states = keep_states ? n : 1;
-    ggml_tensor * mix = ggml_gated_delta_net(ctx, q, k, v, g, beta, state, n_states);
+    ggml_tensor * mix = rows.tree == nullptr ? ggml_gated_delta_net(ctx, q, k, v, g, beta, state, n_states)
+                                             : build_tree_delta(ctx, qk, qkv, g, beta, state, *rows.tree);
     const size_t tail = ggml_row_size(mix->type, s * hv * n);
     if (update == StateUpdate::write) {
         ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, tail);
@@ -265,7 +280,7 @@ ggml_tensor * build_feed_forward(ggml_context * ctx, const TargetConfig & config
 ggml_tensor * build_mixer(Graph & graph, const TargetCache & cache, int32_t layer, ggml_tensor * x,
                           const RowInputs & rows, StateUpdate update, DeltaNetCapture * capture) {
     if (cache.model().config().recurrent[static_cast<size_t>(layer)]) {
-        return build_delta_net(graph, cache, layer, x, update, capture);
+        return build_delta_net(graph, cache, layer, x, rows, update, capture);
     }
     return build_full_attention(graph, cache, layer, x, rows);
 }

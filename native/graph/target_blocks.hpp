@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ggmlx/graph.hpp"
+#include "graph/tree_blocks.hpp"
 #include "model/target_model.hpp"
 #include "state/target_cache.hpp"
 
@@ -16,8 +17,7 @@ struct RowInputs {
     ggml_tensor * positions = nullptr; // i32 [n_rows], absolute
     ggml_tensor * kv_rows = nullptr;   // i64 [n_rows], row of K/V that each token writes
     ggml_tensor * mask = nullptr;      // f16 [n_kv, n_rows], 0 or -inf
-    ggml_tensor * conv_rows = nullptr; // i32 [n_rows * d_conv], tree only: window columns of each row, oldest first
-    ggml_tensor * ancestors = nullptr; // f32 [n_rows, n_rows], tree only: 1 where column j is row i or its ancestor
+    const TreeRows * tree = nullptr;   // the rows are nodes of a tree; null: of a chain
     int64_t n_kv = 0;
 };
 

@@ -10,8 +10,8 @@ namespace {
 /// Consecutive slices of one i32 input, so that a step uploads its indices in one transfer.
 class IntSlices {
   public:
-    IntSlices(Graph & graph, int64_t n)
-        : ctx_(graph.ctx()), all_(graph.input(GGML_TYPE_I32, "ints", std::max<int64_t>(n, 1))) {}
+    IntSlices(Graph & graph, int64_t n, const char * name = "ints")
+        : ctx_(graph.ctx()), all_(graph.input(GGML_TYPE_I32, name, std::max<int64_t>(n, 1))) {}
     ggml_tensor * take(int64_t n) {
         ggml_tensor * slice = ggml_view_1d(ctx_, all_, n, at_ * sizeof(int32_t));
         at_ += static_cast<size_t>(n);
@@ -58,6 +58,18 @@ std::unique_ptr<TargetGraph> build_target_graph(const TargetCache & cache, const
     if (c.n_full_layers(shape.layer_begin, shape.layer_end) > 0) {
         built->mask = std::make_unique<AttentionMask>(graph, shape.n_kv, n, cache.options().fa_window);
         rows.mask = built->mask->tensor();
+    }
+
+    TreeRows tree;
+    if (shape.tree_levels > 0) {
+        tree.n_levels = shape.tree_levels;
+        tree.n_paths = shape.tree_paths;
+        IntSlices tree_ints(graph, n * (c.ssm_d_conv + 1) + tree.n_levels * tree.n_paths, "tree_ints");
+        tree.conv_rows = tree_ints.take(n * c.ssm_d_conv);
+        tree.path_rows = tree_ints.take(tree.n_levels * tree.n_paths);
+        tree.place = tree_ints.take(n);
+        built->tree_ints = tree_ints.all();
+        rows.tree = &tree;
     }
 
     ggml_tensor * x = nullptr;

@@ -22,12 +22,14 @@ struct TargetGraphShape {
     std::vector<int32_t> hidden_layers; // layers whose outputs are kept for inspection
     ggml_tensor * device_ids = nullptr; // i32 [>= n_rows] already on the device; null: ids come from the host
     uint64_t device_ids_serial = 0;     // of the group that holds them, since addresses come again
+    int32_t tree_levels = 0;            // verify of a tree of at most this depth + 1; 0: a chain
+    int32_t tree_paths = 0;             // and at most this many leaves
 
     bool operator==(const TargetGraphShape & o) const {
         return n_rows == o.n_rows && n_out == o.n_out && n_kv == o.n_kv && verify == o.verify &&
                from_hidden == o.from_hidden && want_hidden == o.want_hidden && layer_begin == o.layer_begin &&
                layer_end == o.layer_end && hidden_layers == o.hidden_layers && device_ids == o.device_ids &&
-               device_ids_serial == o.device_ids_serial;
+               device_ids_serial == o.device_ids_serial && tree_levels == o.tree_levels && tree_paths == o.tree_paths;
     }
 };
 
@@ -37,6 +39,7 @@ struct TargetGraph {
     std::unique_ptr<Graph> graph;
     ggml_tensor * ints = nullptr;            // i32: positions, feature rows, out rows, host ids one after another
     ggml_tensor * kv_rows = nullptr;         // i64 [n_rows]
+    ggml_tensor * tree_ints = nullptr;       // i32, tree only: conv rows, path rows, places of TreeRows
     ggml_tensor * activations = nullptr;     // f32 [n_embd, n_rows]: host embeddings or hidden states; null with ids
     std::unique_ptr<AttentionMask> mask;     // null without full-attention layers
     ggml_tensor * logits = nullptr;          // f32 [n_vocab, n_out]

@@ -8,6 +8,7 @@
 
 #include "chi_square.hpp"
 #include "decode/acceptance.hpp"
+#include "decode/draft_tree.hpp"
 #include "decode/random.hpp"
 #include "reference_law.hpp"
 #include "toy_sampler.hpp"
@@ -177,6 +178,31 @@ AcceptResult tree_step(const Sampler & sampler, TokenHistory & history) {
     return accept_tree(parents, tokens, row, history.size() - 1, sampler, history, endless);
 }
 
+/// Slots of a drafter that believes the target's own first step everywhere (good), its contrary, or nothing in
+/// particular.
+std::vector<SlotCandidates> believe(Proposer propose, const TokenHistory & history, uint32_t run) {
+    std::vector<SlotCandidates> slots;
+    const std::vector<int32_t> chain = propose(history, 3, run);
+    for (size_t i = 0; i < chain.size(); ++i) {
+        const std::vector<float> & row = row_after(i == 0 ? history.tokens().back() : chain[i - 1]);
+        std::vector<int32_t> tokens;
+        std::vector<float> values;
+        for (int32_t k = 0; k < 4; ++k) {
+            tokens.push_back(k == 0 ? chain[i] : (chain[i] + 5 * k) % n_vocab);
+            values.push_back(k == 0 ? 4.0f : row[static_cast<size_t>(tokens.back())]);
+        }
+        slots.push_back(sorted_candidates(tokens.data(), values.data(), 4, 4.5f));
+    }
+    return slots;
+}
+
+/// One step with a tree as the decoder builds it.
+AcceptResult built_tree_step(Proposer propose, const Sampler & sampler, TokenHistory & history, uint32_t run) {
+    const DraftTree tree = build_draft_tree(history.tokens().back(), believe(propose, history, run), tree_limits(9, 3));
+    const auto row = [&](int32_t node) { return row_after(tree.tokens[static_cast<size_t>(node)]).data(); };
+    return accept_tree(tree.parents, tree.tokens, row, history.size() - 1, sampler, history, endless);
+}
+
 std::vector<int32_t> after_prompt(const TokenHistory & history, size_t n) {
     const auto first = history.tokens().begin() + static_cast<std::ptrdiff_t>(prompt.size());
     return {first, first + static_cast<std::ptrdiff_t>(n)};
@@ -220,6 +246,12 @@ TEST(chain_and_tree_keep_the_law_of_the_target) {
         }
         const Tally tree = count_runs(params, [](const Sampler & s, TokenHistory & h, uint32_t) { tree_step(s, h); });
         CHECK(smallest(fit(tree, law)) > 0.001);
+        for (const Proposer propose : {propose_good, propose_bad, propose_random}) {
+            const Tally built = count_runs(params, [&](const Sampler & s, TokenHistory & h, uint32_t run) {
+                built_tree_step(propose, s, h, run);
+            });
+            CHECK(smallest(fit(built, law)) > 0.001);
+        }
     }
 }
 
@@ -295,6 +327,22 @@ TEST(ratio_acceptance_of_an_argmax_draft_is_noticed) {
     CHECK(p_values[0] < 1e-9 && p_values[1] < 1e-9 && p_values[2] < 1e-9);
 }
 
+TEST(preferring_the_children_of_a_tree_is_noticed) {
+    // Where the draw is no child, it is made once more: what a tree proposes comes out too often.
+    const SamplingParams params = make_params(plain);
+    const Tally counts = count_runs(params, [](const Sampler & s, TokenHistory & h, uint32_t run) {
+        const DraftTree tree = build_draft_tree(h.tokens().back(), believe(propose_good, h, run), tree_limits(9, 3));
+        int32_t drawn = invert(law_after(s, h), fresh_uniform(run, h.size(), 1));
+        bool is_child = false;
+        for (size_t i = 1; i < tree.parents.size(); ++i) {
+            is_child = is_child || (tree.parents[i] == 0 && tree.tokens[i] == drawn);
+        }
+        h.push(is_child ? drawn : invert(law_after(s, h), fresh_uniform(run, h.size(), 2)));
+    });
+    const std::vector<double> p_values = fit(counts, exact_law(params));
+    CHECK(p_values[0] < 1e-9 && p_values[1] < 1e-9 && p_values[2] < 1e-9);
+}
+
 TEST(one_number_for_a_whole_block_is_noticed) {
     const SamplingParams params = make_params(plain);
     const Tally counts = count_runs(params, [](const Sampler & s, TokenHistory & h, uint32_t) {
@@ -346,6 +394,12 @@ TEST(the_same_seed_gives_the_same_text_with_any_draft) {
             }
             const auto tree = [&](const Sampler & s, TokenHistory & h) { accepted += tree_step(s, h).n_accepted; };
             CHECK(generate(params, length, tree) == want);
+            for (const Proposer propose : {propose_good, propose_bad, propose_random}) {
+                const auto built = [&](const Sampler & s, TokenHistory & h) {
+                    accepted += built_tree_step(propose, s, h, 1).n_accepted;
+                };
+                CHECK(generate(params, length, built) == want);
+            }
         }
     }
     CHECK(accepted > 10000);

@@ -113,7 +113,11 @@ def test_weights_of_a_step(pair: Path, run: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_steps_add_up(run: tuple[str, dict[str, Any]]) -> None:
-    rows = by(run[1]["steps"], "width")
+    rows = by([row for row in run[1]["steps"] if not row["tree"]], "width")
+    trees = [row for row in run[1]["steps"] if row["tree"]]
+    assert [(row["tree"], row["width"]) for row in trees] == [(n, n + 1) for n in (16, 22, 32, 64)]
+    assert all(row["tokens_per_step"] > 1.0 for row in trees)
+    assert all(row["graphs_built"] <= 0.5 for row in trees)
     assert {width: row["tokens_per_step"] for width, row in rows.items()} == {1: 1.0, 4: 4.0, 16: 16.0}
     for row in rows.values():
         parts = [row[f"{name}_ms"] for name in ("draft", "verify", "accept", "commit", "append", "gap")]
