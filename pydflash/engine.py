@@ -157,6 +157,7 @@ class Engine(EnginePrefix):
                         options.device,
                         n_threads=options.n_threads,
                         embedding=options.embedding,
+                        pack_weights=options.pack_weights,
                         progress=progress,
                     )
                 )

@@ -96,8 +96,9 @@ class TargetForward {
   private:
     struct Entry {
         std::unique_ptr<TargetGraph> graph;
-        std::unique_ptr<CommitGraph> commit; // declared after the graph it reads from: destroyed first
-        std::vector<int32_t> ints;           // host side of the index inputs
+        // For 1, 2, 4, ... rows, so that few accepted rows cost little; declared after the graph that they read from.
+        std::vector<std::unique_ptr<CommitGraph>> commits;
+        std::vector<int32_t> ints; // host side of the index inputs
         std::vector<int64_t> kv_rows;
         std::vector<float> activations;
         uint64_t last_use = 0;
