@@ -1,20 +1,45 @@
-/* Included ahead of ggml's AMX kernels when GCC compiles them.
+/* Included ahead of ggml's AMX kernels, amx/mmq.cpp. It mends two things without touching them.
  *
  * GCC's intrinsics for tile loads do not say which memory they read: of a tile configuration only its first 8 bytes, of
  * a tile nothing. So the stores that fill them may be dropped, and GCC 12 does drop them: the first product with more
- * than one row then ends in a general protection fault. These say it. */
+ * than one row then ends in a general protection fault. Here they say it.
+ *
+ * The kernels configure the tiles of a thread once. Another library that uses tiles on this thread may have released
+ * them since, and the next tile instruction ends the process. Here each product configures them again. */
 #pragma once
 
-#if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AMX_TILE__) && defined(__GNUC__)
 
 #include <immintrin.h>
 
-static inline void dflash_tile_loadconfig(const void * config) {
-    __asm__ volatile("ldtilecfg\t%X0" ::"m"(*static_cast<const char (*)[64]>(config)) : "memory");
+#include <cstring>
+
+namespace {
+
+struct dflash_tile_config {
+    char bytes[64];
+};
+thread_local dflash_tile_config dflash_tiles;
+
+/* The kernels' own function, which is in their unnamed namespace, under another name: it fills dflash_tiles the first
+ * time. */
+inline void dflash_first_tile_config(void);
+
+inline void dflash_use_tiles() {
+    dflash_first_tile_config();
+    __asm__ volatile("ldtilecfg\t%0" ::"m"(dflash_tiles));
 }
 
-#define _tile_loadconfig(config) dflash_tile_loadconfig(config)
+} // namespace
 
+#define _tile_loadconfig(config) std::memcpy(&dflash_tiles, config, sizeof(dflash_tiles))
+
+/* Its definition has "void" between the parentheses, its calls have nothing. */
+#define ggml_tile_config_init(parameters) dflash_tile_config_##parameters
+#define dflash_tile_config_void dflash_first_tile_config(void)
+#define dflash_tile_config_ dflash_use_tiles()
+
+#if !defined(__clang__)
 #undef _tile_loadd
 #define _tile_loadd(tile, base, stride) dflash_tile_loadd(tile, base, stride)
 #define dflash_tile_loadd(tile, base, stride)                                                                          \
@@ -22,5 +47,6 @@ static inline void dflash_tile_loadconfig(const void * config) {
                      : /* the tile is no operand */                                                                    \
                      : "r"(static_cast<const void *>(base)), "r"(static_cast<long>(stride))                            \
                      : "memory")
+#endif
 
 #endif
