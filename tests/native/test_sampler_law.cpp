@@ -196,19 +196,19 @@ TEST(a_full_size_vocabulary_agrees_with_the_reference) {
 }
 
 TEST(rounding_seldom_changes_a_draw) {
-    // Logits that differ by 4e-6, as those of a forward of one row and of sixteen do in float32.
+    // Ten times what float32 logits of a forward of one row and of sixteen differ by.
     constexpr int32_t n = 4096;
     const std::vector<float> row = random_row(n, 21, 2.5f);
     std::mt19937 generator(22);
     std::vector<float> other = row;
     for (float & logit : other) {
-        logit += std::uniform_real_distribution<float>(-4e-6f, 4e-6f)(generator);
+        logit += std::uniform_real_distribution<float>(-4e-5f, 4e-5f)(generator);
     }
     const SamplingParams params = make_params([](SamplingParams & p) { p.temperature = 1.0f; });
     const Sampler sampler(params, n);
     const TokenHistory history = make_history(sampler, {});
     int64_t changed = 0;
-    for (int64_t position = 0; position < 50000; ++position) {
+    for (int64_t position = 0; position < 5000; ++position) {
         changed +=
             sampler.draw(row.data(), position, history).token != sampler.draw(other.data(), position, history).token;
     }

@@ -1,12 +1,18 @@
-/* Included ahead of ggml's AMX kernels, amx/mmq.cpp. It mends two things without touching them.
+/* Included ahead of ggml's AMX kernels, amx/mmq.cpp. It mends three things without touching them.
  *
  * GCC's intrinsics for tile loads do not say which memory they read: of a tile configuration only its first 8 bytes, of
  * a tile nothing. So the stores that fill them may be dropped, and GCC 12 does drop them: the first product with more
  * than one row then ends in a general protection fault. Here they say it.
  *
  * The kernels configure the tiles of a thread once. Another library that uses tiles on this thread may have released
- * them since, and the next tile instruction ends the process. Here each product configures them again. */
+ * them since, and the next tile instruction ends the process. Here each product configures them again.
+ *
+ * Matrices are packed by OpenMP's threads, whatever their number is for products. A process that was forked has none of
+ * them and would wait for ever when it opens a model. Without OpenMP, which nothing else in this file uses, the threads
+ * are made for each matrix and joined. */
 #pragma once
+
+#undef GGML_USE_OPENMP
 
 #if defined(__AMX_TILE__) && defined(__GNUC__)
 
