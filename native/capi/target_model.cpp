@@ -24,8 +24,7 @@ dflash_status dflash_target_model_open(dflash_target_model ** out, const char * 
         output(out, "out");
         dflash_target_options defaults;
         dflash_target_options_init(&defaults);
-        const dflash_target_options o =
-            read_options(options, defaults, sizeof(defaults), "options");
+        const dflash_target_options o = read_options(options, defaults, sizeof(defaults), "options");
         TargetLoadPlan plan;
         plan.layer_begin = o.layer_begin;
         plan.layer_end = o.layer_end;
