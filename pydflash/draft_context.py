@@ -82,8 +82,8 @@ class DraftContext(NativeHandle):
     def __init__(
         self,
         model: DraftModel,
-        k_type: DraftCacheType = "f16",
-        v_type: DraftCacheType = "f16",
+        k_type: DraftCacheType = "auto",
+        v_type: DraftCacheType = "auto",
         full_rows: int = 8192,
         slack: int = 64,
     ) -> None:
@@ -91,7 +91,7 @@ class DraftContext(NativeHandle):
 
         Args:
             model: the drafter.
-            k_type, v_type: storage, one of f32 f16 q8_0.
+            k_type, v_type: storage, one of f32 f16 q8_0; "auto": f32 on a CPU, f16 elsewhere.
             full_rows: context rows that layers without a window keep.
             slack: extra rows of layers with a window, so that a rewind of as many tokens loses nothing.
 
@@ -105,7 +105,8 @@ class DraftContext(NativeHandle):
         lib.dflash_draft_context_options_init(options)
         k_text = c_text("k_type", as_choice("k_type", k_type, DraftCacheType))
         v_text = c_text("v_type", as_choice("v_type", v_type, DraftCacheType))
-        options.k_type, options.v_type = k_text, v_text
+        options.k_type = NULL if k_type == "auto" else k_text
+        options.v_type = NULL if v_type == "auto" else v_text
         options.full_rows = as_integer("full_rows", full_rows, 1)
         options.slack = as_integer("slack", slack, 0)
         out = ffi.new("dflash_draft_context **")

@@ -113,6 +113,7 @@ class Engine(EnginePrefix):
                         options.device,
                         n_threads=options.n_threads,
                         embedding=options.embedding,
+                        pack_weights=options.pack_weights,
                         progress=progress,
                     )
                 )

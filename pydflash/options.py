@@ -18,7 +18,7 @@ from pydflash.errors import InvalidArgumentError
 
 CacheType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 """How a target cache stores keys or values."""
-DraftCacheType: TypeAlias = Literal["f32", "f16", "q8_0"]
+DraftCacheType: TypeAlias = Literal["auto", "f32", "f16", "q8_0"]
 """How a draft context stores keys or values."""
 FeatureType: TypeAlias = Literal["f32", "f16", "bf16"]
 """How a target cache stores captured features."""
@@ -246,13 +246,16 @@ class EngineOptions:
         n_threads: CPU threads; 0: one per hardware thread, up to 16.
         embedding: "device" keeps the embedding table beside the layers, "host" saves that memory and looks rows up on
             the host.
+        pack_weights: on a CPU, copy quantised matrices of target and drafter into the layout that it multiplies by
+            fastest, where it has one. False saves that memory and computes from the mapped file.
         prefill_chunk: most prompt tokens of one forward.
         max_verify: most rows of one verify forward of a chain.
         tree: proposals that may be verified as a tree. 0: chains only. "auto": each step is a tree of 8, 16 or 32, a
             chain or plain, whichever promises most tokens for its cost; a number from 1 to 64 makes that the only tree
             to choose. Trees need memory for their graphs, and max_verify grows to hold them.
         fa_window: full-attention layers see only the newest fa_window keys; 0: all.
-        draft_k_type, draft_v_type: storage of the drafter's context, one of f32 f16 q8_0.
+        draft_k_type, draft_v_type: storage of the drafter's context, one of f32 f16 q8_0. "auto" is f32 on a CPU, where
+            attention over many rows is fastest in it, and f16 elsewhere.
         draft_full_rows: context rows that full-attention layers of the drafter keep.
         draft_slack: extra rows of the drafter's sliding layers.
         on_draft_failure: "error" raises it, "autoregressive" logs it and goes on without the drafter.
@@ -279,12 +282,13 @@ class EngineOptions:
     draft_device: str | None = None
     n_threads: int = 0
     embedding: EmbeddingPlace = "device"
+    pack_weights: bool = True
     prefill_chunk: int = 512
     max_verify: int = 16
     tree: int | Literal["auto"] = 0
     fa_window: int = 0
-    draft_k_type: DraftCacheType = "f16"
-    draft_v_type: DraftCacheType = "f16"
+    draft_k_type: DraftCacheType = "auto"
+    draft_v_type: DraftCacheType = "auto"
     draft_full_rows: int = 8192
     draft_slack: int = 64
     on_draft_failure: DraftFailure = "error"
@@ -307,6 +311,7 @@ class EngineOptions:
             put(self, name, as_integer(name, getattr(self, name), low))
         put(self, "prefill_chunk", as_integer("prefill_chunk", self.prefill_chunk, 1, 65536))
         put(self, "max_verify", as_integer("max_verify", self.max_verify, 1, MAX_VERIFY))
+        as_flag("pack_weights", self.pack_weights)
         if self.tree != "auto":
             put(self, "tree", as_integer("tree", self.tree, 0, MAX_TREE, also=', or "auto"'))
         for name, choices in _ENGINE_CHOICES.items():

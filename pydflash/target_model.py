@@ -26,7 +26,7 @@ from pydflash._ffi import (
 )
 from pydflash._handle import NativeHandle, native_call
 from pydflash.gguf_file import GgufFile, GgufValue
-from pydflash.options import EmbeddingPlace, as_choice, as_integer, as_layers
+from pydflash.options import EmbeddingPlace, as_choice, as_flag, as_integer, as_layers
 from pydflash.results import Progress
 
 LayerKind: TypeAlias = Literal["attention", "recurrent"]
@@ -107,6 +107,7 @@ class TargetModel(NativeHandle):
         n_threads: int,
         load_output: bool,
         embedding: EmbeddingPlace,
+        pack_weights: bool,
         progress: Callable[[Progress], object] | None,
     ) -> None:
         self._path = Path(path)
@@ -117,6 +118,7 @@ class TargetModel(NativeHandle):
         options.n_threads = as_integer("n_threads", n_threads, 0)
         options.load_output = load_output
         options.embedding_on_device = as_choice("embedding", embedding, EmbeddingPlace) == "device"
+        options.pack_weights = as_flag("pack_weights", pack_weights)
         if (bounds := as_layers("layers", layers)) is not None:
             options.layer_begin, options.layer_end = bounds
         name = c_text("path", path)
@@ -138,6 +140,7 @@ class TargetModel(NativeHandle):
         n_threads: int = 0,
         load_output: bool = True,
         embedding: EmbeddingPlace = "device",
+        pack_weights: bool = True,
         progress: Callable[[Progress], object] | None = None,
     ) -> Self:
         """Load a GGUF file of architecture ``qwen35`` or ``qwen35moe``.
@@ -149,6 +152,8 @@ class TargetModel(NativeHandle):
             n_threads: CPU threads; 0: one per hardware thread, up to 16.
             load_output: False leaves out the output norm and head.
             embedding: "device" keeps the embedding table beside the layers too, "host" saves that memory.
+            pack_weights: on a CPU, copy quantised matrices into the layout that it multiplies by fastest, where it has
+                one; a drafter's too. False saves that memory and computes from the mapped file.
             progress: called with thousandths of the weights, on this thread; raising from it stops the call.
 
         Raises:
@@ -163,6 +168,7 @@ class TargetModel(NativeHandle):
             n_threads=n_threads,
             load_output=load_output,
             embedding=embedding,
+            pack_weights=pack_weights,
             progress=progress,
         )
 

@@ -2,10 +2,12 @@
 """Compare speculative with plain decoding of the built-in pair, token for token.
 
     python scripts/check_lossless.py [--prompts 200] [--tokens 256] [--temperature 0] [--f32 yes|no] [--widths 16 4]
+                                     [--start 0]
 
-Prompts are 24 to 96 tokens from seeded places of the standard library's sources. With --f32 yes both models are
-widened to float32 and K/V is f32, so that nothing but the order of summation can differ between row counts. Prints
-the prompts that differ with the place, and one line of totals; exits 1 if any differs.
+Prompts are 24 to 96 tokens from seeded places of the standard library's sources, and prompt n is drawn with seed n.
+With --f32 yes both models are widened to float32 and K/V is f32, so that nothing but the order of summation can differ
+between row counts. --start leaves out the prompts before it: --start 50 --prompts 50 is the second quarter of a run
+of 200. Prints the prompts that differ with the place, and one line of totals; exits 1 if any differs.
 """
 
 import argparse
@@ -52,12 +54,15 @@ def generate(decoder: pydflash.Decoder, prompt: list[int], n: int, width: int, o
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--f32", choices=["yes", "no"], default="yes")
     parser.add_argument("--widths", type=int, nargs="+", default=[16])
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
+    if args.start < 0 or args.prompts < 1:
+        parser.error(f"--start {args.start} --prompts {args.prompts}, want at least 0 and 1")
     kv = "f32" if args.f32 == "yes" else "f16"
     differ, tokens, steps, seconds = 0, 0, 0, time.perf_counter()
     with ExitStack() as stack:
@@ -79,7 +84,8 @@ def main() -> int:
         context = stack.enter_context(pydflash.DraftContext(drafter, k_type=kv, v_type=kv))
         alone = stack.enter_context(pydflash.Decoder(caches[0]))
         drafted = stack.enter_context(pydflash.Decoder(caches[1], context))
-        for number, prompt in enumerate(prompts_of(Tokenizer.from_metadata(target.metadata), args.prompts)):
+        prompts = prompts_of(Tokenizer.from_metadata(target.metadata), args.start + args.prompts)
+        for number, prompt in enumerate(prompts[args.start :], args.start):
             options = SamplingOptions(temperature=args.temperature, seed=number)
             wanted = generate(alone, prompt, args.tokens, 1, options)
             for width in args.widths:
@@ -91,8 +97,8 @@ def main() -> int:
                     differ += 1
     total = args.prompts * len(args.widths)
     print(
-        f"{total - differ} of {total} texts of {args.tokens} tokens equal, mean accepted length {tokens / steps:.2f}, "
-        f"{time.perf_counter() - seconds:.0f} s"
+        f"prompts {args.start} to {args.start + args.prompts - 1}: {total - differ} of {total} texts of {args.tokens} "
+        f"tokens equal, mean accepted length {tokens / steps:.2f}, {time.perf_counter() - seconds:.0f} s"
     )
     return 1 if differ else 0
 

@@ -217,6 +217,8 @@ typedef struct dflash_target_options {
     int32_t embedding_on_device; /* 0: embeddings are looked up on the host */
     dflash_progress_fn progress; /* may be NULL; done and total in thousandths */
     void * user;
+    int32_t pack_weights; /* on a CPU, of the drafter too: 1 copies quantised matrices into the layout that it
+                             multiplies by fastest, where it has one; 0 computes from the mapped file */
 } dflash_target_options;
 
 DFLASH_API void dflash_target_options_init(dflash_target_options * options);
@@ -442,7 +444,7 @@ DFLASH_API dflash_status dflash_draft_model_info(const dflash_draft_model * mode
 typedef struct dflash_draft_context_options {
     uint32_t struct_size;
     int32_t slack;       /* extra rows of sliding layers */
-    const char * k_type; /* f32 f16 q8_0; NULL: f16 */
+    const char * k_type; /* f32 f16 q8_0; NULL: f32 on a CPU, f16 elsewhere */
     const char * v_type;
     int64_t full_rows; /* context rows that full-attention layers keep */
 } dflash_draft_context_options;

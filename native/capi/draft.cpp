@@ -81,12 +81,14 @@ dflash_status dflash_draft_context_new(dflash_draft_context ** out, const dflash
         dflash_draft_context_options_init(&defaults);
         const dflash_draft_context_options o = read_options(options, defaults, sizeof(defaults), "options");
         DraftContextOptions context_options;
-        context_options.k_type = text_or(o.k_type, "f16");
-        context_options.v_type = text_or(o.v_type, "f16");
+        const auto draft_model = borrow(model)->model;
+        const char * usual = draft_model->device()->is_cpu() ? "f32" : "f16";
+        context_options.k_type = text_or(o.k_type, usual);
+        context_options.v_type = text_or(o.v_type, usual);
         context_options.full_rows = o.full_rows;
         context_options.slack = o.slack;
         auto handle = std::make_shared<dflash_draft_context>();
-        handle->context = DraftContext::create(borrow(model)->model, context_options);
+        handle->context = DraftContext::create(draft_model, context_options);
         handle->forward = std::make_unique<DraftForward>(*handle->context);
         publish(out, std::move(handle));
     });

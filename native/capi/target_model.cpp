@@ -14,6 +14,7 @@ void dflash_target_options_init(dflash_target_options * options) {
         options->layer_end = -1;
         options->load_output = 1;
         options->embedding_on_device = 1;
+        options->pack_weights = 1;
     }
 }
 
@@ -29,6 +30,7 @@ dflash_status dflash_target_model_open(dflash_target_model ** out, const char * 
         plan.layer_end = o.layer_end;
         plan.load_output = o.load_output != 0;
         plan.embedding_on_device = o.embedding_on_device != 0;
+        plan.pack = o.pack_weights != 0;
         if (o.progress != nullptr) {
             plan.progress = [&o](double fraction) {
                 return o.progress(static_cast<int64_t>(fraction * 1000.0), 1000, o.user) == 0;

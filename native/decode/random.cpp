@@ -1,5 +1,7 @@
 #include "decode/random.hpp"
 
+#include <cmath>
+
 namespace dflash {
 
 PhiloxCounter philox4x32_10(PhiloxCounter counter, PhiloxKey key) noexcept {
@@ -15,12 +17,28 @@ PhiloxCounter philox4x32_10(PhiloxCounter counter, PhiloxKey key) noexcept {
     return counter;
 }
 
-double keyed_uniform(uint64_t seed, int64_t position) noexcept {
+double keyed_uniform(uint64_t seed, int64_t position, uint32_t index, uint32_t stream) noexcept {
     const uint64_t at = static_cast<uint64_t>(position);
-    const PhiloxCounter words = philox4x32_10({static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), 0, 0},
-                                              {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+    const PhiloxCounter words =
+        philox4x32_10({static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), index, stream},
+                      {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
     const uint64_t bits = static_cast<uint64_t>(words[1]) << 32 | words[0];
     return static_cast<double>(bits >> 11) * 0x1.0p-53;
+}
+
+void ExponentialRace::enter(uint32_t index, double weight) noexcept {
+    if (!(weight > 0.0)) {
+        return;
+    }
+    const double u = keyed_uniform(seed_, position_, index, stream_);
+    if (u >= first_ * weight) {
+        return; // too late: -ln(1 - u) >= u
+    }
+    const double time = -std::log1p(-u) / weight;
+    if (time < first_) {
+        first_ = time;
+        winner_ = index;
+    }
 }
 
 } // namespace dflash

@@ -11,6 +11,10 @@ namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
+// Random numbers of the two races of a draw.
+constexpr uint32_t block_stream = 1;
+constexpr uint32_t token_stream = 2;
+
 bool likelier_to_keep(const Candidate & a, const Candidate & b) {
     return a.score != b.score ? a.score < b.score : a.token < b.token;
 }
@@ -111,7 +115,7 @@ void Sampler::draw(const float * logits, int64_t position, const TokenHistory & 
             fail_unusable(logits, position);
         }
         truncate_candidates(0.0);
-        out.token = draw_from_candidates(keyed_uniform(params_.seed, position));
+        out.token = draw_from_candidates(position);
     } else {
         RowPeak peak;
         if (!find_peak(row, peak) || peak.token < 0) {
@@ -120,10 +124,10 @@ void Sampler::draw(const float * logits, int64_t position, const TokenHistory & 
         if (params_.temperature == 0.0f) {
             out.token = peak.token;
         } else if (!cuts_by_mass()) {
-            out.token = draw_from_row(row, peak, keyed_uniform(params_.seed, position));
+            out.token = draw_from_row(row, peak, position);
         } else {
             truncate_candidates(collect_candidates(row, peak));
-            out.token = draw_from_candidates(keyed_uniform(params_.seed, position));
+            out.token = draw_from_candidates(position);
         }
     }
 
@@ -223,50 +227,43 @@ Sampler::Weighed Sampler::weigh_candidates(float scale) const {
     return {peak, total};
 }
 
-int32_t Sampler::draw_from_candidates(double uniform) const {
+int32_t Sampler::draw_from_candidates(int64_t position) const {
     std::sort(candidates_.begin(), candidates_.end(),
               [](const Candidate & a, const Candidate & b) { return a.token < b.token; });
-    const double target = uniform * weigh_candidates(temperature_scale_).total;
-    double mass = 0.0;
-    int32_t token = -1;
+    weigh_candidates(temperature_scale_);
+    ExponentialRace blocks(params_.seed, position, block_stream);
+    const auto end = candidates_.end();
+    for (auto it = candidates_.begin(); it != end;) {
+        const int32_t block = it->token / row_block;
+        double mass = 0.0;
+        for (; it != end && it->token / row_block == block; ++it) {
+            mass += static_cast<double>(it->weight);
+        }
+        blocks.enter(static_cast<uint32_t>(block), mass);
+    }
+    ExponentialRace tokens(params_.seed, position, token_stream);
     for (const Candidate & c : candidates_) {
-        mass += static_cast<double>(c.weight);
-        token = c.weight > 0.0f ? c.token : token; // stays the last possible one if rounding keeps mass <= target
-        if (mass > target) {
-            break;
+        if (c.token / row_block == blocks.winner()) {
+            tokens.enter(static_cast<uint32_t>(c.token), static_cast<double>(c.weight));
         }
     }
-    return token;
+    return static_cast<int32_t>(tokens.winner());
 }
 
-int32_t Sampler::draw_from_row(const LogitsRow & row, const RowPeak & peak, double uniform) const {
-    const double target = uniform * sum_weights(row, peak.logit, temperature_scale_, block_sums_);
-    double mass = 0.0;
-    double mass_before = 0.0;
-    int32_t chosen = 0;
+int32_t Sampler::draw_from_row(const LogitsRow & row, const RowPeak & peak, int64_t position) const {
+    sum_weights(row, peak.logit, temperature_scale_, block_sums_);
+    ExponentialRace blocks(params_.seed, position, block_stream);
     for (int32_t b = 0; b < row.n_blocks(); ++b) {
-        const double sum = block_sums_[static_cast<size_t>(b)];
-        if (sum > 0.0) {
-            chosen = b;
-            mass_before = mass;
-        }
-        mass += sum;
-        if (mass > target) {
-            break;
-        }
+        blocks.enter(static_cast<uint32_t>(b), block_sums_[static_cast<size_t>(b)]);
     }
+    const auto block = static_cast<int32_t>(blocks.winner());
     float weights[row_block];
-    block_weights(row.block(chosen), peak.logit, temperature_scale_, weights);
-    int32_t token = -1;
-    mass = mass_before;
+    block_weights(row.block(block), peak.logit, temperature_scale_, weights);
+    ExponentialRace tokens(params_.seed, position, token_stream);
     for (int32_t i = 0; i < row_block; ++i) {
-        mass += static_cast<double>(weights[i]);
-        token = weights[i] > 0.0f ? chosen * row_block + i : token;
-        if (mass > target) {
-            break;
-        }
+        tokens.enter(static_cast<uint32_t>(block * row_block + i), static_cast<double>(weights[i]));
     }
-    return token;
+    return static_cast<int32_t>(tokens.winner());
 }
 
 void Sampler::report_logprobs(const float * logits, Draw & out) const {

@@ -24,8 +24,8 @@ struct Draw {
     std::vector<TokenLogprob> top;                           // min(n_logprobs, n_vocab) likeliest, likeliest first
 };
 
-/// Draws tokens from rows of logits, one uniform number per row, keyed by (seed, position): the token depends on the
-/// row, the parameters, the history and the position only, never on how many rows were drawn before or with what draft.
+/// Draws tokens from rows of logits with random numbers keyed by (seed, position): the token depends on the row, the
+/// parameters, the history and the position only, never on how many rows were drawn before or with what draft.
 ///
 /// Stages, in llama.cpp's default order:
 ///   1. logit bias, then forbidden tokens to -infinity;
@@ -36,8 +36,9 @@ struct Draw {
 ///   4. typical_p (arXiv:2202.00666): tokens by |-ln p - entropy|, the least first, until their mass exceeds typical_p;
 ///   5. top_p (arXiv:1904.09751): the likeliest tokens until their mass reaches top_p;
 ///   6. min_p (arXiv:2407.01082): tokens with p >= min_p times the largest p;
-///   7. temperature, which 4-6 do not see, and the draw: the inverse of the cumulative distribution of the kept tokens
-///      in token order.
+///   7. temperature, which 4-6 do not see, and the draw: an ExponentialRace of the blocks of row_block tokens by their
+///      weight, then one of the tokens of the winning block. So rows that differ by rounding give the same token but
+///      for a chance of about their total variation distance.
 /// Stages 4 and 5 use probabilities renormalised over the tokens that are left. Among equal values the lowest token is
 /// preferred everywhere. At temperature 0 the token with the largest logit after stages 1-2 is taken; 3-6 do not apply.
 /// A token whose weight relative to the likeliest one is below exp(-87.6) is never drawn.
@@ -91,8 +92,8 @@ class Sampler {
     void keep_typical() const;
     float lowest_for_min_p(float peak) const;
     Weighed weigh_candidates(float scale) const;
-    int32_t draw_from_candidates(double uniform) const;
-    int32_t draw_from_row(const LogitsRow & row, const RowPeak & peak, double uniform) const;
+    int32_t draw_from_candidates(int64_t position) const;
+    int32_t draw_from_row(const LogitsRow & row, const RowPeak & peak, int64_t position) const;
     void report_logprobs(const float * logits, Draw & out) const;
     [[noreturn]] void fail_unusable(const float * logits, int64_t position) const;
 

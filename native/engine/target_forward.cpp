@@ -240,8 +240,8 @@ VerifyOutcome TargetForward::verify(const int32_t * ids, int32_t n, DeviceIds de
     shape.device_ids = device_ids.tensor;
     shape.device_ids_serial = device_ids.serial;
     Entry & e = entry(shape);
-    if (!e.commit) {
-        e.commit = build_commit_graph(cache_, *e.graph);
+    for (int32_t rows = 1; e.commits.empty() || e.commits.back()->n_rows < n; rows *= 2) {
+        e.commits.push_back(build_commit_graph(cache_, *e.graph, std::min(rows, n)));
     }
     std::vector<int64_t> rows(static_cast<size_t>(n));
     for (int32_t i = 0; i < n; ++i) {
@@ -356,8 +356,9 @@ void TargetForward::device_commit(const VerifyOutcome & outcome, int32_t n) {
         if (e->graph.get() != outcome.graph) {
             continue;
         }
-        CommitGraph & commit = *e->commit;
-        std::vector<float> keep(static_cast<size_t>(outcome.n_rows), 0.0f);
+        CommitGraph & commit = **std::find_if(e->commits.begin(), e->commits.end(),
+                                              [&](const auto & graph) { return graph->n_rows >= n; });
+        std::vector<float> keep(static_cast<size_t>(commit.n_rows), 0.0f);
         std::fill(keep.begin(), keep.begin() + n, 1.0f);
         std::vector<int32_t> columns(static_cast<size_t>(commit.conv_rows->ne[0]));
         for (size_t i = 0; i < columns.size(); ++i) {
@@ -451,7 +452,10 @@ std::vector<int32_t> TargetForward::moe_selected(int32_t layer) {
 uint64_t TargetForward::graph_bytes() const {
     uint64_t n = 0;
     for (const auto & e : entries_) {
-        n += e->graph->graph->bytes() + (e->commit ? e->commit->graph->bytes() : 0);
+        n += e->graph->graph->bytes();
+        for (const auto & commit : e->commits) {
+            n += commit->graph->bytes();
+        }
     }
     return n;
 }

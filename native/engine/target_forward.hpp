@@ -110,7 +110,8 @@ class TargetForward {
   private:
     struct Entry {
         std::unique_ptr<TargetGraph> graph;
-        std::unique_ptr<CommitGraph> commit; // declared after the graph it reads from: destroyed first
+        // For 1, 2, 4, ... rows, so that few accepted rows cost little; declared after the graph that they read from.
+        std::vector<std::unique_ptr<CommitGraph>> commits;
         std::unique_ptr<TreeCommitGraph> tree_commit;
         std::vector<int32_t> ints; // host side of the index inputs
         std::vector<int32_t> tree_ints;

@@ -44,12 +44,12 @@ ggml_tensor * TensorGroup::add(enum ggml_type type, const std::string & name, in
     return tensor;
 }
 
-uint64_t TensorGroup::required_bytes() const {
-    return ggml_backend_alloc_ctx_tensors_from_buft_size(ctx_.get(), device_->buffer_type());
+uint64_t TensorGroup::required_bytes(ggml_backend_buffer_type_t kind) const {
+    return ggml_backend_alloc_ctx_tensors_from_buft_size(ctx_.get(), kind);
 }
 
-void TensorGroup::allocate(const char * what) {
-    const uint64_t needed = required_bytes();
+void TensorGroup::allocate(const char * what, ggml_backend_buffer_type_t kind) {
+    const uint64_t needed = required_bytes(kind);
     if (needed == 0) {
         return;
     }
@@ -61,7 +61,7 @@ void TensorGroup::allocate(const char * what) {
              static_cast<unsigned long long>(needed), device_->name().c_str(),
              static_cast<unsigned long long>(info.memory_free));
     }
-    buffer_.reset(ggml_backend_alloc_ctx_tensors(ctx_.get(), device_->backend()));
+    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_.get(), kind));
     check(buffer_ != nullptr, Status::out_of_memory, "%s needs %llu bytes on %s, %llu are free", what,
           static_cast<unsigned long long>(needed), device_->name().c_str(),
           static_cast<unsigned long long>(info.memory_free));

@@ -22,10 +22,12 @@ class TensorGroup {
     ggml_tensor * add(enum ggml_type type, const std::string & name, int64_t ne0, int64_t ne1 = 1, int64_t ne2 = 1,
                       int64_t ne3 = 1);
     /// Bytes that allocate() will ask the device for.
-    uint64_t required_bytes() const;
+    uint64_t required_bytes() const { return required_bytes(device_->buffer_type()); }
     /// One buffer for all declared tensors, cleared to zero. Throws Status::out_of_memory with the bytes needed and
     /// the bytes free; `what` names the owner in that message.
-    void allocate(const char * what);
+    void allocate(const char * what) { allocate(what, device_->buffer_type()); }
+    /// The same in another kind of memory that the device can use.
+    void allocate(const char * what, ggml_backend_buffer_type_t kind);
     /// Sets every byte of the buffer.
     void clear(uint8_t value = 0);
     uint64_t bytes() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
@@ -34,6 +36,8 @@ class TensorGroup {
     uint64_t serial() const { return serial_; }
 
   private:
+    uint64_t required_bytes(ggml_backend_buffer_type_t kind) const;
+
     std::shared_ptr<Device> device_;
     ggml_context_ptr ctx_;
     ggml_backend_buffer_ptr buffer_;

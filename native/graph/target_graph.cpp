@@ -147,16 +147,20 @@ std::unique_ptr<TargetGraph> build_target_graph(const TargetCache & cache, const
     return built;
 }
 
-std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const TargetGraph & verify) {
+std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const TargetGraph & verify, int32_t n_rows) {
     const TargetConfig & c = cache.model().config();
+    check(n_rows >= 1 && n_rows <= verify.shape.n_rows, Status::internal, "commit of %d rows, want 1 to %d", n_rows,
+          verify.shape.n_rows);
     auto built = std::make_unique<CommitGraph>();
+    built->n_rows = n_rows;
     built->graph = std::make_unique<Graph>(cache.model().device(), 64 + 24 * verify.captures.size());
     Graph & graph = *built->graph;
     ggml_context * ctx = graph.ctx();
-    const int64_t n = verify.shape.n_rows;
+    const int64_t n = n_rows;
     const int64_t s = c.ssm_d_state;
     const int64_t hk = c.ssm_n_group;
     const int64_t hv = c.ssm_dt_rank;
+    const auto by_head = [&](ggml_tensor * t) { return ggml_view_2d(ctx, t, hv, n, t->nb[2], 0); };
     built->keep = graph.input(GGML_TYPE_F32, "keep", 1, n);
     built->conv_rows = graph.input(GGML_TYPE_I32, "conv_rows", c.ssm_d_conv - 1);
     for (const DeltaNetCapture & captured : verify.captures) {
@@ -169,8 +173,8 @@ std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const
             ggml_view_3d(ctx, d.qk, s, hk, n, d.qk->nb[1], d.qk->nb[2], d.qk->nb[1] * static_cast<size_t>(hk));
         ggml_tensor * v = ggml_view_3d(ctx, d.qkv, s, hv, n, ggml_row_size(d.qkv->type, s), d.qkv->nb[1],
                                        ggml_row_size(d.qkv->type, 2 * hk * s));
-        ggml_tensor * g = ggml_mul(ctx, ggml_reshape_2d(ctx, d.g, hv, n), built->keep);
-        ggml_tensor * beta = ggml_mul(ctx, ggml_reshape_2d(ctx, d.beta, hv, n), built->keep);
+        ggml_tensor * g = ggml_mul(ctx, by_head(d.g), built->keep);
+        ggml_tensor * beta = ggml_mul(ctx, by_head(d.beta), built->keep);
         // The state does not depend on queries; keys stand in for them.
         ggml_tensor * mix = ggml_gated_delta_net(ctx, k, k, v, ggml_reshape_3d(ctx, g, 1, hv, n),
                                                  ggml_reshape_3d(ctx, beta, 1, hv, n), state, 1);

@@ -56,12 +56,14 @@ std::unique_ptr<TargetGraph> build_target_graph(const TargetCache & cache, const
 
 /// Re-runs the recurrence of a verify forward on its accepted rows and stores the result as the live state.
 struct CommitGraph {
+    int32_t n_rows = 0; // most rows that it can commit
     std::unique_ptr<Graph> graph;
     ggml_tensor * keep = nullptr;      // f32 [1, n_rows]: 1 for accepted rows, 0 after them
     ggml_tensor * conv_rows = nullptr; // i32 [d_conv - 1]: columns of conv_input that become the conv state
 };
 
-/// Rows that are not kept get decay exp(0) and beta 0, which leave the state as it is, so one shape serves every n.
-std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const TargetGraph & verify);
+/// For the first n_rows rows of the verify. Rows that are not kept get decay exp(0) and beta 0, which leave the state
+/// as it is, so one shape serves every n up to n_rows.
+std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const TargetGraph & verify, int32_t n_rows);
 
 } // namespace dflash

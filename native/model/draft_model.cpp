@@ -55,6 +55,9 @@ class DraftLoader {
     std::shared_ptr<const DraftModel> run() {
         const DraftConfig & c = model_->config_;
         model_->weights_ = std::make_unique<TensorGroup>(model_->device_, source_.tensors.size() + 8);
+        if (model_->target_->packs()) {
+            model_->packed_ = std::make_unique<PackedWeights>(model_->device_, source_.tensors.size() + 8);
+        }
         model_->fc_ = linear("fc", int64_t{1} * c.n_taps() * c.n_embd, c.n_embd);
         model_->hidden_norm_ = vector("enc.output_norm.weight", c.n_embd);
         model_->out_norm_ = vector("output_norm.weight", c.n_embd);
@@ -71,6 +74,9 @@ class DraftLoader {
                   source_.path.c_str(), t.file_name.c_str());
         }
         model_->weights_->allocate("drafter weights");
+        if (model_->packed_ != nullptr) {
+            model_->packed_->allocate("drafter weights");
+        }
         const auto guard = model_->device_->lock();
         for (const auto & [tensor, bytes] : host_) {
             tensor_write(tensor, bytes.data(), 0, bytes.size());
@@ -105,12 +111,19 @@ class DraftLoader {
         return tensor;
     }
 
-    Linear linear(const std::string & base, int64_t n_in, int64_t n_out) {
+    /// factor: only products read it, whole.
+    ggml_tensor * matrix(enum ggml_type type, const std::string & name, int64_t n_in, int64_t n_out, bool factor) {
+        ggml_tensor * packed =
+            factor && model_->packed_ != nullptr ? model_->packed_->add(type, name, n_in, n_out) : nullptr;
+        return packed != nullptr ? packed : model_->weights_->add(type, name, n_in, n_out);
+    }
+
+    Linear linear(const std::string & base, int64_t n_in, int64_t n_out, bool factor = true) {
         const DraftSource::Tensor & t = require(base + ".weight", {n_in, n_out});
         Linear l;
         const bool convert = weight_type_ != GGML_TYPE_COUNT && weight_type_ != t.type && !ggml_is_quantized(t.type) &&
                              n_in % ggml_blck_size(weight_type_) == 0;
-        l.w = model_->weights_->add(convert ? weight_type_ : t.type, base + ".weight", n_in, n_out);
+        l.w = matrix(convert ? weight_type_ : t.type, base + ".weight", n_in, n_out, factor);
         if (convert) {
             const std::vector<float> values = as_f32(t, n_in * n_out);
             std::vector<uint8_t> bytes(ggml_row_size(weight_type_, n_in) * static_cast<size_t>(n_out));
@@ -143,12 +156,12 @@ class DraftLoader {
     }
 
     /// A tensor of the target's file copied to the drafter's device.
-    ggml_tensor * borrow(const char * name) {
+    ggml_tensor * borrow(const char * name, bool factor) {
         const GgufTensorInfo * info = model_->target_->file()->find_tensor(name);
         if (info == nullptr) {
             return nullptr;
         }
-        ggml_tensor * tensor = model_->weights_->add(info->type, name, info->ne[0], info->ne[1]);
+        ggml_tensor * tensor = matrix(info->type, name, info->ne[0], info->ne[1], factor);
         borrowed_.emplace_back(tensor, info);
         return tensor;
     }
@@ -159,9 +172,9 @@ class DraftLoader {
         const int64_t n_vocab = target.config().n_vocab;
         const bool same_device = model_->device_ == target.device();
         if (source_.find("token_embd.weight") != nullptr) {
-            model_->tok_embd_ = linear("token_embd", c.n_embd, n_vocab).w;
+            model_->tok_embd_ = linear("token_embd", c.n_embd, n_vocab, false).w;
         } else {
-            model_->tok_embd_ = same_device ? target.tok_embd() : borrow("token_embd.weight");
+            model_->tok_embd_ = same_device ? target.tok_embd() : borrow("token_embd.weight", false);
         }
         if (const DraftSource::Tensor * head = source_.find("output.weight")) {
             check(head->ne.size() == 2, Status::format, "%s: tensor output.weight is %s, want [%d, vocabulary]",
@@ -174,7 +187,7 @@ class DraftLoader {
                   source_.path.c_str());
             model_->output_ = target.output();
             if (!same_device) {
-                ggml_tensor * w = borrow("output.weight");
+                ggml_tensor * w = borrow("output.weight", true);
                 model_->output_.w = w != nullptr ? w : model_->tok_embd_;
                 check(model_->output_.bias == nullptr, Status::unsupported,
                       "a drafter on another device cannot borrow a head with a bias");

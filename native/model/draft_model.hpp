@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "ggmlx/packed_weights.hpp"
 #include "ggmlx/tensors.hpp"
 #include "model/draft_config.hpp"
 #include "model/target_model.hpp"
@@ -39,7 +40,7 @@ class DraftModel {
     const std::shared_ptr<const TargetModel> & target() const { return target_; }
     const std::string & path() const { return path_; }
     const std::string & digest() const { return digest_; }
-    uint64_t weight_bytes() const { return weights_->bytes(); }
+    uint64_t weight_bytes() const { return weights_->bytes() + (packed_ ? packed_->bytes() : 0); }
 
     const Linear & fc() const { return fc_; }                  // [n_taps * n_embd, n_embd]
     ggml_tensor * hidden_norm() const { return hidden_norm_; } // [n_embd], after fc
@@ -61,6 +62,7 @@ class DraftModel {
     std::string path_;
     std::string digest_;
     std::unique_ptr<TensorGroup> weights_;
+    std::unique_ptr<PackedWeights> packed_; // null: the target does not pack either
     Linear fc_;
     ggml_tensor * hidden_norm_ = nullptr;
     ggml_tensor * out_norm_ = nullptr;

@@ -13,7 +13,7 @@ class TargetLoader {
   public:
     TargetLoader(std::shared_ptr<const GgufFile> file, std::shared_ptr<Device> device, const TargetLoadPlan & plan)
         : file_(file), model_(new TargetModel), c_(model_->config_),
-          weights_(file, device, file->tensors().size() * 2 + 16), plan_(plan) {
+          weights_(file, device, file->tensors().size() * 2 + 16, plan.pack), plan_(plan) {
         model_->file_ = file;
         model_->device_ = device;
         c_ = read_target_config(*file);
@@ -36,6 +36,7 @@ class TargetLoader {
         model_->weight_bytes_ = weights_.bytes();
         model_->weights_ = weights_.take_group();
         model_->placements_ = weights_.take_placements();
+        model_->packed_ = weights_.take_packed();
         model_->stop_ids_ = read_stop_ids(*file_);
         model_->mask_token_id_ =
             static_cast<int32_t>(file_->int_or("tokenizer.ggml.mask_token_id", -1, -1, c_.n_vocab - 1));
@@ -46,10 +47,9 @@ class TargetLoader {
   private:
     using Need = WeightLoader::Need;
 
-    Linear linear(const std::string & base, std::initializer_list<int64_t> shape, bool load,
-                  Need need = Need::required) {
+    Linear linear(const std::string & base, std::initializer_list<int64_t> shape, bool load, bool whole = true) {
         Linear l;
-        l.w = weights_.matrix(base + ".weight", shape, load, need);
+        l.w = whole ? weights_.factor(base + ".weight", shape, load) : weights_.matrix(base + ".weight", shape, load);
         const auto scale = weights_.scales(base, 1);
         l.scale = scale.empty() ? 1.0f : scale[0];
         const int64_t n_out = *(shape.begin() + 1);
@@ -93,7 +93,7 @@ class TargetLoader {
         const int64_t q_rows = int64_t{2} * c_.head_dim * c_.n_head;
         const int64_t kv_rows = int64_t{1} * c_.head_dim * c_.n_head_kv;
         if (file_->find_tensor(b + "attn_qkv.weight") != nullptr) {
-            const Linear fused = linear(b + "attn_qkv", {c_.n_embd, q_rows + 2 * kv_rows}, load);
+            const Linear fused = linear(b + "attn_qkv", {c_.n_embd, q_rows + 2 * kv_rows}, load, false);
             check(fused.bias == nullptr, Status::unsupported, "%s: tensor %sattn_qkv.bias of a fused projection",
                   file_->path().c_str(), b.c_str());
             l.wq.w = weights_.rows(fused.w, 0, q_rows, b + "attn_q");
@@ -164,7 +164,9 @@ class TargetLoader {
         model_->tok_embd_ = weights_.matrix("token_embd.weight", {c_.n_embd, c_.n_vocab}, embed_here);
         model_->out_norm_ = weights_.f32("output_norm.weight", {c_.n_embd}, load);
         if (tied) {
-            model_->output_.w = load ? model_->tok_embd_ : nullptr;
+            // Rows of a packed matrix cannot be looked up: the head gets a packed copy of its own.
+            ggml_tensor * packed = load ? weights_.packed("token_embd.weight") : nullptr;
+            model_->output_.w = packed != nullptr ? packed : load ? model_->tok_embd_ : nullptr;
         } else {
             model_->output_ = linear("output", {c_.n_embd, c_.n_vocab}, load);
         }

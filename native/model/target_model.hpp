@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ggmlx/device.hpp"
+#include "ggmlx/packed_weights.hpp"
 #include "ggmlx/tensors.hpp"
 #include "gguf/gguf_file.hpp"
 #include "model/embedder.hpp"
@@ -52,6 +53,7 @@ struct TargetLoadPlan {
     int32_t layer_end = -1;          // exclusive; negative: all layers
     bool load_output = true;         // output norm and head
     bool embedding_on_device = true; // also keep token_embd where the layers are
+    bool pack = true;                // on a CPU: copy matrices into the layout it multiplies by fastest
     /// Called with 0..1 while weights are copied; returning false cancels.
     std::function<bool(double)> progress;
 };
@@ -79,6 +81,7 @@ class TargetModel {
     int32_t mask_token_id() const { return mask_token_id_; } // -1: the file names none
     uint64_t weight_bytes() const { return weight_bytes_; }
     const std::string & digest() const { return digest_; }
+    bool packs() const { return packed_ != nullptr; } // as the plan said
 
   private:
     friend class TargetLoader;
@@ -100,6 +103,7 @@ class TargetModel {
     std::string digest_;
     std::unique_ptr<TensorGroup> weights_;
     std::vector<std::unique_ptr<HostPlacement>> placements_;
+    std::unique_ptr<PackedWeights> packed_;
 };
 
 /// All layers with the head. Same as TargetModel::load with a default plan.

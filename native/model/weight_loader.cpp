@@ -18,12 +18,16 @@ std::string shape_text(const int64_t * ne, size_t n) {
 
 } // namespace
 
-WeightLoader::WeightLoader(std::shared_ptr<const GgufFile> file, std::shared_ptr<Device> device, size_t max_tensors)
+WeightLoader::WeightLoader(std::shared_ptr<const GgufFile> file, std::shared_ptr<Device> device, size_t max_tensors,
+                           bool pack)
     : file_(std::move(file)), device_(device), group_(std::make_unique<TensorGroup>(device, max_tensors)) {
+    if (pack) {
+        packed_ = std::make_unique<PackedWeights>(device, max_tensors);
+    }
 }
 
 ggml_tensor * WeightLoader::declare(const std::string & name, std::initializer_list<int64_t> shape, bool load,
-                                    Need need, bool must_be_f32) {
+                                    Need need, Kind kind) {
     const GgufTensorInfo * info = file_->find_tensor(name);
     if (info == nullptr) {
         check(need == Need::optional, Status::format, "%s: tensor %s is missing", file_->path().c_str(), name.c_str());
@@ -37,10 +41,15 @@ ggml_tensor * WeightLoader::declare(const std::string & name, std::initializer_l
     check(same, Status::format, "%s: tensor %s is %s, want %s", file_->path().c_str(), name.c_str(),
           shape_text(info->ne, static_cast<size_t>(info->n_dims)).c_str(),
           shape_text(shape.begin(), shape.size()).c_str());
-    check(!must_be_f32 || info->type == GGML_TYPE_F32, Status::unsupported, "%s: tensor %s has type %s, want f32",
+    check(kind != Kind::f32 || info->type == GGML_TYPE_F32, Status::unsupported, "%s: tensor %s has type %s, want f32",
           file_->path().c_str(), name.c_str(), ggml_type_name(info->type));
     if (!load) {
         return nullptr;
+    }
+    if (kind == Kind::factor) {
+        if (ggml_tensor * copy = packed(name)) {
+            return copy;
+        }
     }
     ggml_tensor * tensor = group_->add(info->type, name, info->ne[0], info->ne[1], info->ne[2], info->ne[3]);
     wanted_.push_back({tensor, info});
@@ -50,11 +59,27 @@ ggml_tensor * WeightLoader::declare(const std::string & name, std::initializer_l
 
 ggml_tensor * WeightLoader::matrix(const std::string & name, std::initializer_list<int64_t> shape, bool load,
                                    Need need) {
-    return declare(name, shape, load, need, false);
+    return declare(name, shape, load, need, Kind::any);
+}
+
+ggml_tensor * WeightLoader::factor(const std::string & name, std::initializer_list<int64_t> shape, bool load,
+                                   Need need) {
+    return declare(name, shape, load, need, Kind::factor);
+}
+
+ggml_tensor * WeightLoader::packed(const std::string & name) {
+    const GgufTensorInfo * info = file_->find_tensor(name);
+    ggml_tensor * tensor = packed_ == nullptr || info == nullptr || info->n_dims != 2
+                               ? nullptr
+                               : packed_->add(info->type, name, info->ne[0], info->ne[1]);
+    if (tensor != nullptr) {
+        wanted_packed_.push_back({tensor, info});
+    }
+    return tensor;
 }
 
 ggml_tensor * WeightLoader::f32(const std::string & name, std::initializer_list<int64_t> shape, bool load, Need need) {
-    return declare(name, shape, load, need, true);
+    return declare(name, shape, load, need, Kind::f32);
 }
 
 ggml_tensor * WeightLoader::rows(ggml_tensor * matrix, int64_t begin, int64_t n, const std::string & name) {
@@ -103,6 +128,14 @@ void WeightLoader::finish(const char * what, const std::function<bool(double)> &
                 placement = placements_.back().get();
             }
             placement->place(w.tensor, w.info->data);
+        }
+        if (packed_ != nullptr) {
+            packed_->allocate(what);
+            for (size_t i = 0; i < wanted_packed_.size(); ++i) {
+                PackedWeights::write(wanted_packed_[i].tensor, wanted_packed_[i].info->data);
+                report(static_cast<double>(i + 1) / static_cast<double>(wanted_packed_.size()));
+            }
+            bytes_ += packed_->bytes();
         }
     } else {
         group_->allocate(what);

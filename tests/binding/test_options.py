@@ -105,6 +105,7 @@ BAD_ENGINE: list[tuple[str, object]] = [
     ("draft_device", ""),
     ("n_threads", -1),
     ("embedding", "disk"),
+    ("pack_weights", 1),
     ("prefill_chunk", 0),
     ("max_verify", 0),
     ("fa_window", -1),

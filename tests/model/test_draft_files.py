@@ -165,13 +165,22 @@ def test_reduced_vocabulary_head(f32_path: Path_, f32_target: Target, tmp_path: 
         pydflash.DraftModel.open(edit_gguf(source, tmp_path / "lie.gguf", tensors=lie), target)
 
 
+def test_context_is_f32_on_a_cpu(f32_path: Path_, f32_target: Target) -> None:
+    with pydflash.DraftModel.open(f32_path("d-swa"), f32_target("nano")) as drafter:
+        sizes = {}
+        for kind in ("auto", "f32", "f16"):
+            with pydflash.DraftContext(drafter, kind, kind) as context:  # type: ignore[arg-type]
+                sizes[kind] = context.state.memory_bytes
+        assert sizes["auto"] == sizes["f32"] == 2 * sizes["f16"]
+
+
 def test_windowed_drafter_memory_does_not_grow(f32_path: Path_, f32_target: Target) -> None:
     """Rows of sliding layers: window, block and slack; the option for full layers is theirs alone."""
     with pydflash.DraftModel.open(f32_path("d-swa"), f32_target("nano")) as drafter:
         assert drafter.config.windows[0] > 0
         sizes = []
         for rows in (512, 4096):
-            with pydflash.DraftContext(drafter, full_rows=rows) as context:
+            with pydflash.DraftContext(drafter, "f16", "f16", full_rows=rows) as context:
                 sizes.append(context.state.memory_bytes)
         n_full = sum(1 for window in drafter.config.windows if window == 0)
         row = 2 * 2 * drafter.config.n_head_kv * drafter.config.head_dim

@@ -71,7 +71,11 @@ constexpr bool memory_is_fenced = false; // the sanitizer reserves terabytes of 
 constexpr double second = 10.0;          // and is slow
 #elif defined(__linux__)
 constexpr bool memory_is_fenced = true;
+#if defined(__OPTIMIZE__)
 constexpr double second = 1.0;
+#else
+constexpr double second = 10.0; // of code that is not optimised
+#endif
 #else
 constexpr bool memory_is_fenced = false; // no /proc to tell what is mapped already
 constexpr double second = 1.0;
