@@ -103,10 +103,11 @@ class DraftContext(NativeHandle):
         self._model = model
         options = ffi.new("dflash_draft_context_options *")
         lib.dflash_draft_context_options_init(options)
-        k_text = c_text("k_type", as_choice("k_type", k_type, DraftCacheType))
-        v_text = c_text("v_type", as_choice("v_type", v_type, DraftCacheType))
-        options.k_type = NULL if k_type == "auto" else k_text
-        options.v_type = NULL if v_type == "auto" else v_text
+        usual: DraftCacheType = "f32" if model.device == "CPU" else "f16"
+        k_type = usual if as_choice("k_type", k_type, DraftCacheType) == "auto" else k_type
+        v_type = usual if as_choice("v_type", v_type, DraftCacheType) == "auto" else v_type
+        k_text, v_text = c_text("k_type", k_type), c_text("v_type", v_type)
+        options.k_type, options.v_type = k_text, v_text
         options.full_rows = as_integer("full_rows", full_rows, 1)
         options.slack = as_integer("slack", slack, 0)
         out = ffi.new("dflash_draft_context **")
