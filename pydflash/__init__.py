@@ -2,7 +2,7 @@
 
 from pydflash._abi import __version__
 from pydflash.decoder import Decoder
-from pydflash.devices import DeviceInfo, WorkCounters, devices, own_kernel_counts, own_kernels, work_counters
+from pydflash.devices import DeviceInfo, WorkCounters, devices, own_kernel_counts, own_kernel_rows, work_counters
 from pydflash.draft_context import DraftContext, DraftContextState, DraftTree, Proposal
 from pydflash.draft_feature_mirror import DraftFeatureMirror, MirrorState
 from pydflash.draft_model import DraftConfig, DraftModel
@@ -111,6 +111,6 @@ __all__ = [
     "__version__",
     "devices",
     "own_kernel_counts",
-    "own_kernels",
+    "own_kernel_rows",
     "work_counters",
 ]

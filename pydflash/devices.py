@@ -7,7 +7,7 @@ from typing import Final
 
 from pydflash._ffi import NULL, check, ffi, lib, text_of
 from pydflash._handle import native_call
-from pydflash.errors import UnsupportedModelError
+from pydflash.errors import InvalidArgumentError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class WorkCounters:
     bytes_to_host: int
 
 
+_MOST_OWN_ROWS: Final = 512
 _COUNTERS: Final = tuple(WorkCounters.__dataclass_fields__)
 
 
@@ -72,22 +73,26 @@ def work_counters() -> WorkCounters:
     return WorkCounters(*(getattr(out, name) for name in _COUNTERS))
 
 
-def own_kernels(enabled: bool | None = None) -> bool:
-    """Whether pydflash's own CUDA kernels run; with an argument, turn them on or off first.
+def own_kernel_rows(rows: int | None = None) -> int:
+    """Most rows of a forward that pydflash's own CUDA kernels take; with an argument, set it first.
 
-    They compute products and attention of 1 to 32 rows, each row with the same bits whatever their number, and are on
-    where the build has them. Off leaves everything to ggml. What CUDA has captured before keeps its kernels, so call
-    this before models are opened. Any thread.
+    They compute what a forward of few rows needs, each row with the same bits whatever their number. At first they
+    take 32, so drafting and plain decoding agree; 0 leaves everything to ggml. With 512, the most, prompts too have the
+    same bits however they are cut into chunks, but are read slower than by ggml's kernels. What CUDA has captured
+    before keeps its kernels, so call this before models are opened. Any thread.
 
     Raises:
-        UnsupportedModelError: turned on in a build without them.
+        InvalidArgumentError: rows is not in 0 to 512.
+        UnsupportedModelError: rows is not 0 and this build has no own kernels.
     """
-    if enabled is None:
-        return bool(lib.dflash_own_kernels_get())
-    on = bool(lib.dflash_own_kernels_set(bool(enabled)))
-    if enabled and not on:
-        raise UnsupportedModelError("own_kernels(True): this build has none, it was built without DFLASH_CUDA")
-    return on
+    if rows is None:
+        return int(lib.dflash_own_kernels_get())
+    if isinstance(rows, bool) or not 0 <= rows <= _MOST_OWN_ROWS:
+        raise InvalidArgumentError("rows", rows, f"0 to {_MOST_OWN_ROWS}")
+    taken = int(lib.dflash_own_kernels_set(rows))
+    if taken != rows:
+        raise UnsupportedModelError(f"own_kernel_rows({rows}): this build has none, it was built without DFLASH_CUDA")
+    return taken
 
 
 def own_kernel_counts() -> dict[str, int]:

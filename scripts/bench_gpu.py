@@ -135,6 +135,7 @@ class Bench:
                 "python": platform.python_version(),
                 "cpus": os.cpu_count(),
                 "device": device.name,
+                "own_kernel_rows": pydflash.own_kernel_rows(),
                 "device_description": device.description,
                 "target": repr(self.target),
                 "draft": None if self.draft is None else repr(self.draft),
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="default: %(default)s, the first GPU")
     parser.add_argument("--draft-device", help="default: the target's")
     parser.add_argument(
-        "--kernels", choices=("own", "ggml"), help="on CUDA; default: pydflash's own where the build has them"
+        "--own-kernel-rows", type=int, metavar="N", help="on CUDA: most rows that own kernels take; 0: ggml's alone"
     )
     parser.add_argument("--n-threads", type=int, default=0, help="CPU threads; default: as many as there are, up to 16")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, one repeat")
@@ -313,8 +314,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     files, report = find_files(args), Report(args.json)
-    if args.kernels is not None:
-        pydflash.own_kernels(args.kernels == "own")
+    if args.own_kernel_rows is not None:
+        pydflash.own_kernel_rows(args.own_kernel_rows)
     with ExitStack() as stack:
         bench = Bench(args, files, report, stack)
         bench.meta()

@@ -33,13 +33,13 @@ void dflash_work_counters_get(dflash_work_counters * out) {
     }
 }
 
-int32_t dflash_own_kernels_set(int32_t enabled) {
-    enable_own_kernels(enabled != 0);
-    return dflash_own_kernels_get();
+int32_t dflash_own_kernels_set(int32_t most_rows) {
+    set_own_kernel_rows(most_rows);
+    return own_kernel_rows();
 }
 
 int32_t dflash_own_kernels_get(void) {
-    return own_kernels_enabled() ? 1 : 0;
+    return own_kernel_rows();
 }
 
 dflash_status dflash_own_kernels_counts(dflash_kernel_count * counts, int64_t capacity, int64_t * n,

@@ -151,10 +151,12 @@ typedef struct dflash_work_counters {
 
 DFLASH_API void dflash_work_counters_get(dflash_work_counters * out);
 
-/* A build for CUDA carries own kernels for products and attention of 1 .. 32 rows, whose results do not depend on the
- * number of rows. On by default; 0 leaves everything to ggml. What CUDA has captured before keeps its kernels, so set
- * this before models are opened. Both return what holds then, 1: on, 0: off or not in this build. Any thread. */
-DFLASH_API int32_t dflash_own_kernels_set(int32_t enabled);
+/* A build for CUDA carries own kernels for forwards of few rows, whose results do not depend on the number of rows.
+ * They take forwards of at most so many rows: 32 at first, up to 512, 0 for none. With 512 prompts too have the same
+ * bits however they are cut, but are read slower than by ggml's kernels. What CUDA has captured before keeps its
+ * kernels, so set this before models are opened. Both return what holds then, 0 in a build without own kernels. Any
+ * thread. */
+DFLASH_API int32_t dflash_own_kernels_set(int32_t most_rows);
 DFLASH_API int32_t dflash_own_kernels_get(void);
 
 /* Nodes of graphs that own kernels have taken since the process started; a graph that CUDA has captured counts once. */

@@ -1,5 +1,6 @@
 #include "cuda/kernels.hpp"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -12,14 +13,14 @@ extern "C" int (*dflash_ggml_cuda_hook)(int device, void * stream, struct ggml_c
 namespace dflash::cuda {
 namespace {
 
-std::atomic<bool> enabled{true};
+std::atomic<int> most_rows{max_rows};
 
 constexpr std::array<const char *, n_kinds> kind_names = {"matmul",     "float matmul", "attention",   "norm",  "gate",
                                                           "gated norm", "delta gates",  "convolution", "argmax"};
 std::array<std::atomic<int64_t>, n_kinds> taken{};
 
 int hook(int device, void * stream, ggml_cgraph * graph, int node) {
-    if (!enabled.load(std::memory_order_relaxed) || device_facts().most_rows == 0) {
+    if (most_rows.load(std::memory_order_relaxed) == 0 || !device_facts().usable) {
         return 0;
     }
     Pass & now = pass();
@@ -64,11 +65,13 @@ void count_taken(Kind kind, int64_t n) {
 void install_kernels() {
     dflash_ggml_cuda_hook = hook;
 }
-void enable_kernels(bool on) {
-    enabled = on;
+
+void take_rows(int most) {
+    most_rows = std::clamp(most, 0, max_batch);
 }
-bool kernels_enabled() {
-    return enabled;
+
+int rows_taken() {
+    return most_rows;
 }
 
 std::vector<TakenNodes> taken_nodes() {

@@ -12,13 +12,26 @@ namespace dflash::cuda {
 /// Registers the kernels with ggml's CUDA backend. Any thread; again is harmless.
 void install_kernels();
 
-/// Counts who uses CUDA devices: with the last one gone, the kernels' memory is freed. Any thread.
-void retain_kernels();
-void release_kernels();
+/// While it lives, graphs that this thread computes use the memory of `owner`, one backend's, so that backends may
+/// compute beside each other. Without one they use the stream's.
+class KernelOwner {
+  public:
+    explicit KernelOwner(const void * owner);
+    ~KernelOwner();
+    KernelOwner(const KernelOwner &) = delete;
+    KernelOwner & operator=(const KernelOwner &) = delete;
 
-/// Whether the kernels take nodes from now on. Graphs that CUDA has already captured keep what they have. Any thread.
-void enable_kernels(bool enabled);
-bool kernels_enabled();
+  private:
+    const void * before_;
+};
+
+/// Frees the memory of an owner whose backend, and the graphs with it, are gone. Any thread.
+void release_kernels(const void * owner);
+
+/// Forwards of at most so many rows are taken from now on, 0 .. 512; 0: none. Graphs that CUDA has already captured
+/// keep what they have. Any thread.
+void take_rows(int most);
+int rows_taken();
 
 /// How many nodes of each kind were taken since the process began, as "op: count" pairs; for debugging and tests.
 struct TakenNodes {

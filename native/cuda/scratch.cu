@@ -11,11 +11,12 @@ namespace dflash::cuda {
 namespace {
 
 std::mutex scratch_mutex;
-std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Scratch>> & all_scratch() {
-    static auto * all = new std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Scratch>>; // outlives every thread
+using ScratchKey = std::pair<int, const void *>; // ggml's device, and the owner or else the stream
+std::map<ScratchKey, std::unique_ptr<Scratch>> & all_scratch() {
+    static auto * all = new std::map<ScratchKey, std::unique_ptr<Scratch>>; // outlives every thread
     return *all;
 }
-int users = 0; // under scratch_mutex
+thread_local const void * current_owner = nullptr;
 
 } // namespace
 
@@ -38,11 +39,9 @@ DeviceFacts device_facts() {
     }
     DeviceFacts facts;
     int major = 0;
-    if (cudaDeviceGetAttribute(&facts.n_multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8) {
-        // Reading the weights once for every 32 rows beats ggml's prefill where memory is as fast as on these.
-        facts.most_rows = major == 9 || major == 10 ? max_batch : max_rows;
-    }
+    facts.usable =
+        cudaDeviceGetAttribute(&facts.n_multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
     return known[device] = facts;
 }
 
@@ -57,7 +56,7 @@ bool allocate(Scratch & scratch, void ** out, size_t bytes) {
 
 Scratch * scratch_of(int device, cudaStream_t stream) {
     const std::lock_guard<std::mutex> guard(scratch_mutex);
-    auto & slot = all_scratch()[{device, stream}];
+    auto & slot = all_scratch()[{device, current_owner != nullptr ? current_owner : stream}];
     if (slot == nullptr) {
         auto made = std::make_unique<Scratch>();
         void *scale = nullptr, *partials = nullptr, *arrivals = nullptr;
@@ -101,12 +100,16 @@ bool make_room(Scratch & scratch, int64_t k) {
 const float * Copies::copy(const ggml_tensor * t) {
     const size_t bytes = (ggml_nbytes(t) + 255) / 256 * 256;
     if (used_ == 0 && bytes + room_for_more > scratch_.copy_bytes) {
+        size_t room = 4 * room_for_more; // doubled, so that what is kept for earlier graphs stays less than this
+        while (room < bytes + room_for_more) {
+            room *= 2;
+        }
         void * memory = nullptr;
-        if (!allocate(scratch_, &memory, bytes + room_for_more)) {
+        if (!allocate(scratch_, &memory, room)) {
             return nullptr;
         }
         scratch_.copies = static_cast<float *>(memory);
-        scratch_.copy_bytes = bytes + room_for_more;
+        scratch_.copy_bytes = room;
     }
     if (used_ + bytes > scratch_.copy_bytes) {
         return nullptr;
@@ -116,22 +119,27 @@ const float * Copies::copy(const ggml_tensor * t) {
     return launched(cudaMemcpyAsync(to, t->data, ggml_nbytes(t), cudaMemcpyDeviceToDevice, stream_)) ? to : nullptr;
 }
 
-void retain_kernels() {
-    const std::lock_guard<std::mutex> guard(scratch_mutex);
-    ++users;
+KernelOwner::KernelOwner(const void * owner) : before_(current_owner) {
+    current_owner = owner;
 }
 
-void release_kernels() {
+KernelOwner::~KernelOwner() {
+    current_owner = before_;
+}
+
+void release_kernels(const void * owner) {
     const std::lock_guard<std::mutex> guard(scratch_mutex);
-    if (--users > 0) {
-        return;
-    }
-    for (auto & entry : all_scratch()) {
-        for (void * p : entry.second->memory) {
-            cudaFree(p);
+    auto & all = all_scratch();
+    for (auto at = all.begin(); at != all.end();) {
+        if (at->first.second == owner) {
+            for (void * p : at->second->memory) {
+                cudaFree(p);
+            }
+            at = all.erase(at);
+        } else {
+            ++at;
         }
     }
-    all_scratch().clear();
 }
 
 } // namespace dflash::cuda

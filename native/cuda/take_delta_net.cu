@@ -17,9 +17,8 @@ int take_gated_norm(int device, cudaStream_t stream, ggml_cgraph * graph, int no
     const int64_t head = x->ne[0], k = head * x->ne[1];
     if (x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) ||
         x->nb[1] != static_cast<size_t>(head) * sizeof(float) || x->nb[2] % 16 != 0 || x->ne[3] != 1 ||
-        x->ne[2] > device_facts().most_rows || !contiguous_floats(z) || !contiguous_floats(t[3]) ||
-        !ggml_are_same_shape(t[3], x) || !ggml_are_same_shape(z, x) || !is_vector(weight, head) ||
-        (head != 64 && head != 128) || k > largest_k) {
+        x->ne[2] > rows_taken() || !contiguous_floats(z) || !contiguous_floats(t[3]) || !ggml_are_same_shape(t[3], x) ||
+        !ggml_are_same_shape(z, x) || !is_vector(weight, head) || (head != 64 && head != 128) || k > largest_k) {
         return 0;
     }
     Scratch * scratch = scratch_of(device, stream);
@@ -52,7 +51,7 @@ int take_delta_gates(int device, cudaStream_t stream, ggml_cgraph * graph, int n
     const ggml_tensor *a = t[0]->src[0], *bias = t[0]->src[1], *rate = t[2]->src[1], *b = t[3]->src[0];
     const int64_t heads = a->ne[0], n_rows = a->ne[1];
     if (!contiguous_floats(a) || !contiguous_floats(b) || !ggml_are_same_shape(a, b) || a->ne[2] != 1 ||
-        a->ne[3] != 1 || n_rows > device_facts().most_rows || !is_vector(bias, heads) || !is_vector(rate, heads) ||
+        a->ne[3] != 1 || n_rows > rows_taken() || !is_vector(bias, heads) || !is_vector(rate, heads) ||
         !contiguous_floats(t[2]) || !contiguous_floats(t[3])) {
         return 0;
     }
@@ -116,7 +115,7 @@ int take_conv(int device, cudaStream_t stream, ggml_cgraph * graph, int node) {
     std::memcpy(&a.scale, scale->op_params, sizeof(float));
     std::memcpy(&bias, static_cast<const float *>(static_cast<const void *>(scale->op_params)) + 1, sizeof(float));
     if (bias != 0.0f || !contiguous_floats(state) || state->ne[0] != channels || state->ne[1] != 3 ||
-        !contiguous_floats(rows) || rows->ne[2] != 1 || n_rows > device_facts().most_rows || !contiguous_floats(taps) ||
+        !contiguous_floats(rows) || rows->ne[2] != 1 || n_rows > rows_taken() || !contiguous_floats(taps) ||
         taps->ne[0] != 4 || taps->ne[1] != channels || !contiguous_floats(active) || active->ne[0] != channels ||
         active->ne[1] != n_rows || (head != 64 && head != 128) || channels % head != 0 || heads->view_src != active ||
         heads->view_offs != 0 || heads->nb[1] != static_cast<size_t>(head) * sizeof(float) ||

@@ -52,10 +52,9 @@ bool is_rows_matmul(const ggml_tensor * t) {
     const char * place = w->buffer == nullptr ? "" : ggml_backend_buft_name(ggml_backend_buffer_get_type(w->buffer));
     return hint == 0 && std::strncmp(place, "CUDA", 4) == 0 && std::strstr(place, "Split") == nullptr &&
            std::strstr(place, "Host") == nullptr && ggml_is_contiguous(w) && w->ne[2] == 1 && w->ne[3] == 1 &&
-           x->type == GGML_TYPE_F32 && x->ne[1] >= 1 && x->ne[1] <= device_facts().most_rows && x->ne[2] == 1 &&
-           x->ne[3] == 1 && x->nb[0] == sizeof(float) && x->nb[1] % 16 == 0 &&
-           reinterpret_cast<uintptr_t>(x->data) % 16 == 0 && w->ne[0] % 4 == 0 && w->ne[0] <= largest_k &&
-           w->ne[1] <= 1 << 22;
+           x->type == GGML_TYPE_F32 && x->ne[1] >= 1 && x->ne[1] <= rows_taken() && x->ne[2] == 1 && x->ne[3] == 1 &&
+           x->nb[0] == sizeof(float) && x->nb[1] % 16 == 0 && reinterpret_cast<uintptr_t>(x->data) % 16 == 0 &&
+           w->ne[0] % 4 == 0 && w->ne[0] <= largest_k && w->ne[1] <= 1 << 22;
 }
 
 int take_matmul(int device, cudaStream_t stream, ggml_cgraph * graph, int node) {
@@ -137,10 +136,10 @@ int take_attention(int device, cudaStream_t stream, ggml_cgraph * graph, int nod
                       mask->ne[1] >= n_rows && q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 &&
                       v->type == GGML_TYPE_F16 && q->ne[3] == 1 && k->ne[3] == 1 && v->ne[0] == head_dim &&
                       v->ne[1] == n_kv && v->ne[2] == n_head_kv && attention_supports(static_cast<int>(head_dim)) &&
-                      n_rows <= device_facts().most_rows && n_head % n_head_kv == 0 && q->nb[0] == 4 &&
-                      q->nb[1] % 8 == 0 && q->nb[2] % 8 == 0 && k->nb[0] == 2 && v->nb[0] == 2 && k->nb[1] % 16 == 0 &&
-                      k->nb[2] % 16 == 0 && v->nb[1] % 16 == 0 && v->nb[2] % 16 == 0 && mask->nb[0] == 2 &&
-                      t->type == GGML_TYPE_F32 && ggml_is_contiguous(t);
+                      n_rows <= rows_taken() && n_head % n_head_kv == 0 && q->nb[0] == 4 && q->nb[1] % 8 == 0 &&
+                      q->nb[2] % 8 == 0 && k->nb[0] == 2 && v->nb[0] == 2 && k->nb[1] % 16 == 0 && k->nb[2] % 16 == 0 &&
+                      v->nb[1] % 16 == 0 && v->nb[2] % 16 == 0 && mask->nb[0] == 2 && t->type == GGML_TYPE_F32 &&
+                      ggml_is_contiguous(t);
     if (!fits) {
         return 0;
     }

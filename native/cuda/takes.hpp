@@ -29,8 +29,10 @@ enum Kind {
     n_kinds
 };
 void count_taken(Kind kind, int64_t n);
+/// Most rows of a forward that the kernels take (kernels.hpp).
+int rows_taken();
 
-/// What the kernels of one stream share. Made at its first use; captured graphs hold its addresses.
+/// What the kernels of one owner or stream share. Made at its first use; captured graphs hold its addresses.
 struct Scratch {
     MatmulScratch matmul;
     int64_t largest_k = 0;
@@ -53,7 +55,7 @@ Pass & pass();
 
 struct DeviceFacts {
     int n_multiprocessors = 0;
-    int most_rows = 0; // of a graph that the kernels take; 0: they cannot run
+    bool usable = false; // by these kernels
 };
 
 /// Of the current device.
@@ -138,7 +140,7 @@ inline bool contiguous_floats(const ggml_tensor * t) {
 /// Rows side by side in memory: [k, n_rows].
 inline bool is_rows(const ggml_tensor * t) {
     return contiguous_floats(t) && t->ne[2] == 1 && t->ne[3] == 1 && t->ne[0] % 4 == 0 && t->ne[0] <= largest_k &&
-           t->ne[1] <= device_facts().most_rows && reinterpret_cast<uintptr_t>(t->data) % 16 == 0;
+           t->ne[1] <= rows_taken() && reinterpret_cast<uintptr_t>(t->data) % 16 == 0;
 }
 
 inline bool is_vector(const ggml_tensor * t, int64_t n) {

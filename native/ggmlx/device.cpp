@@ -114,8 +114,6 @@ std::shared_ptr<Device> Device::open(const std::string & name, int32_t n_threads
 #ifdef DFLASH_CUDA_KERNELS
     if (device->name_.rfind("CUDA", 0) == 0) {
         cuda::install_kernels();
-        cuda::retain_kernels();
-        device->holds_kernels_ = true;
     }
 #endif
     return device;
@@ -124,9 +122,7 @@ std::shared_ptr<Device> Device::open(const std::string & name, int32_t n_threads
 Device::~Device() {
     backend_.reset();
 #ifdef DFLASH_CUDA_KERNELS
-    if (holds_kernels_) {
-        cuda::release_kernels();
-    }
+    cuda::release_kernels(this);
 #endif
 }
 

@@ -54,7 +54,6 @@ class Device {
     std::unique_ptr<HostMemoryPool> host_memory_;
     std::string name_;
     bool is_cpu_ = false;
-    bool holds_kernels_ = false; // a share of the CUDA kernels' memory
     int32_t n_threads_ = 0;
     std::recursive_mutex mutex_;
 };

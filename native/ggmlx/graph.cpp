@@ -4,6 +4,9 @@
 #include <atomic>
 
 #include "base/error.hpp"
+#ifdef DFLASH_CUDA_KERNELS
+#include "cuda/kernels.hpp"
+#endif
 #include "ggml-alloc.h"
 #include "ggmlx/tensors.hpp"
 
@@ -109,6 +112,9 @@ void Graph::write_2d(ggml_tensor * input, const void * data, uint64_t offset, ui
 
 void Graph::compute_async() {
     check(finished_, Status::internal, "graph computed before it has memory");
+#ifdef DFLASH_CUDA_KERNELS
+    const cuda::KernelOwner owner(device_.get());
+#endif
     const enum ggml_status status = ggml_backend_graph_compute_async(device_->backend(), graph_);
     check(status == GGML_STATUS_SUCCESS, Status::device, "device %s failed a computation (%s)", device_->name().c_str(),
           ggml_status_to_string(status));

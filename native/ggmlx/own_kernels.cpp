@@ -8,12 +8,12 @@ namespace dflash {
 
 #ifdef DFLASH_CUDA_KERNELS
 
-bool own_kernels_enabled() {
-    return cuda::kernels_enabled();
+int32_t own_kernel_rows() {
+    return cuda::rows_taken();
 }
 
-void enable_own_kernels(bool enabled) {
-    cuda::enable_kernels(enabled);
+void set_own_kernel_rows(int32_t rows) {
+    cuda::take_rows(rows);
 }
 
 std::vector<OwnKernelCount> own_kernel_counts() {
@@ -26,11 +26,11 @@ std::vector<OwnKernelCount> own_kernel_counts() {
 
 #else
 
-bool own_kernels_enabled() {
-    return false;
+int32_t own_kernel_rows() {
+    return 0;
 }
 
-void enable_own_kernels(bool /*enabled*/) {
+void set_own_kernel_rows(int32_t /*rows*/) {
 }
 
 std::vector<OwnKernelCount> own_kernel_counts() {

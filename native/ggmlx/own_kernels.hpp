@@ -12,9 +12,10 @@ struct OwnKernelCount {
     int64_t nodes;
 };
 
-bool own_kernels_enabled();
-/// Changes nothing in a build without them.
-void enable_own_kernels(bool enabled);
+/// Most rows of a forward that they take: 0 to 512, always 0 in a build without them.
+int32_t own_kernel_rows();
+/// Clamped to 0 .. 512; changes nothing in a build without them.
+void set_own_kernel_rows(int32_t rows);
 std::vector<OwnKernelCount> own_kernel_counts();
 
 } // namespace dflash

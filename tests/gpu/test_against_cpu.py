@@ -1,10 +1,12 @@
 """The same file on the GPU and on the CPU."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from support.widened import widened
 
 import pydflash
 
@@ -13,15 +15,27 @@ if TYPE_CHECKING:
 
     from pydflash.options import CacheType
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("every_row_by_own_kernels")]
 OpenTarget = Callable[..., pydflash.TargetModel]
 
 
 @pytest.mark.parametrize("name", ["demo", "dense", "hd256", "wide", "tiny", "tiny-moe", "tiny-tied"])
-def test_target_logits(open_target: OpenTarget, tools: "Toolbox", measured: "Measured", name: str) -> None:
-    here, there = open_target(name), open_target(name, on="CPU")
+def test_target_logits(
+    open_target: OpenTarget,
+    model_path: Callable[[str], Path],
+    tools: "Toolbox",
+    measured: "Measured",
+    tmp_path: Path,
+    name: str,
+) -> None:
+    """The CPU multiplies the same weights in float32: its own kernels for quantised ones round activations, too."""
+    here = open_target(name)
     ids = np.random.default_rng(5).integers(0, here.n_vocab, 96).astype(np.int32)
-    with pydflash.TargetCache(here, 256) as cache, pydflash.TargetCache(there, 256) as reference:
+    with (
+        pydflash.TargetModel.open(widened(model_path(name), tmp_path / "widened.gguf"), "CPU") as there,
+        pydflash.TargetCache(here, 256) as cache,
+        pydflash.TargetCache(there, 256) as reference,
+    ):
         found, wanted = (c.forward(ids, logits="all").logits for c in (cache, reference))
         worst, part = tools.worst_state(cache, reference)
     error = tools.difference(found, wanted)

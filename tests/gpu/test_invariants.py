@@ -14,7 +14,7 @@ from pydflash.text import Tokenizer
 if TYPE_CHECKING:
     from conftest import Measured, Toolbox
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("every_row_by_own_kernels")]
 MODELS = ["demo", "dense", "hd256", "wide", "tiny", "tiny-moe", "tiny-tied"]
 OpenTarget = Callable[..., pydflash.TargetModel]
 

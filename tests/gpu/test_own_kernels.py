@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gguf
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
-from support.gguf_edit import Tensors, edit_gguf
+from support.widened import widened
 
 import pydflash
 from pydflash import EngineOptions, SamplingOptions
@@ -27,9 +25,9 @@ OpenTarget = Callable[..., pydflash.TargetModel]
 def own_kernels(real_gpu: str) -> Iterator[None]:
     if not pydflash.own_kernel_counts():
         pytest.skip("this build has no kernels of its own")
-    assert pydflash.own_kernels(), "they are on by default"
+    assert pydflash.own_kernel_rows() == 32, "they are on by default"
     yield
-    pydflash.own_kernels(True)
+    pydflash.own_kernel_rows(32)
 
 
 def ids_of(model: pydflash.TargetModel, n: int) -> np.ndarray:
@@ -94,17 +92,6 @@ def _fields(options: SamplingOptions) -> dict[str, object]:
     return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
-def _widened(path: Path, out: Path) -> Path:
-    """The same weights as float32 numbers, so that nothing is rounded where they are multiplied."""
-
-    def widen(tensors: Tensors) -> None:
-        for name, (data, kind) in tensors.items():
-            if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.I32):
-                tensors[name] = (gguf.quants.dequantize(data, kind).astype(np.float32), GGMLQuantizationType.F32)
-
-    return edit_gguf(path, out, tensors=widen)
-
-
 @pytest.mark.parametrize("name", ["demo", "wide", "hd256", "tiny"])
 def test_results_are_nearer_to_float32_than_those_of_ggml(
     open_target: OpenTarget,
@@ -122,10 +109,10 @@ def test_results_are_nearer_to_float32_than_those_of_ggml(
         with pydflash.TargetCache(target, capacity=256) as cache:
             return cache.forward(ids, logits="all", chunk=16).logits
 
-    with pydflash.TargetModel.open(_widened(model_path(name), tmp_path / "widened.gguf"), "CPU") as widened:
-        reference = logits(widened)
+    with pydflash.TargetModel.open(widened(model_path(name), tmp_path / "widened.gguf"), "CPU") as exact:
+        reference = logits(exact)
     own = tools.difference(logits(model), reference)
-    pydflash.own_kernels(False)
+    pydflash.own_kernel_rows(0)
     stock = tools.difference(logits(model), reference)
     measured(f"{name}: own kernels against float32", own)
     measured(f"{name}: ggml's kernels against float32", stock)
@@ -134,20 +121,19 @@ def test_results_are_nearer_to_float32_than_those_of_ggml(
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("most", "chunks"), [(32, (1, 3, 16, 32)), (512, (300, 1, 3, 16, 33, 100))])
 def test_chunks_of_a_prompt_have_the_same_bits(
-    open_target: OpenTarget, tools: "Toolbox", real_gpu: str, name: str
+    open_target: OpenTarget, tools: "Toolbox", name: str, most: int, chunks: tuple[int, ...]
 ) -> None:
-    """Where the kernels also take long chunks: on devices with fast memory."""
-    description = tools.memory(real_gpu).description
-    if not any(chip in description for chip in ("H100", "H200", "GH200", "B100", "B200")):
-        pytest.skip(f"long chunks stay with ggml on {description}")
+    """Those that the kernels take; with 512 rows, every prompt."""
+    pydflash.own_kernel_rows(most)
     model = open_target(name)
     ids = ids_of(model, 300)
-    with pydflash.TargetCache(model, capacity=512) as whole, pydflash.TargetCache(model, capacity=512) as chunked:
-        wanted = whole.forward(ids, logits="all").logits
-        for chunk in (1, 3, 16, 33, 100):
-            chunked.reset()
-            logits = chunked.forward(ids, logits="all", chunk=chunk).logits
+    with pydflash.TargetCache(model, capacity=512) as first, pydflash.TargetCache(model, capacity=512) as other:
+        wanted = first.forward(ids, logits="all", chunk=chunks[0]).logits
+        for chunk in chunks[1:]:
+            other.reset()
+            logits = other.forward(ids, logits="all", chunk=chunk).logits
             np.testing.assert_array_equal(logits, wanted, err_msg=f"chunks of {chunk}")
-            for key, values in tools.state_of(whole).items():
-                np.testing.assert_array_equal(tools.state_of(chunked)[key], values, err_msg=f"chunks of {chunk}: {key}")
+            for key, values in tools.state_of(first).items():
+                np.testing.assert_array_equal(tools.state_of(other)[key], values, err_msg=f"chunks of {chunk}: {key}")

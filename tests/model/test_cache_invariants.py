@@ -37,7 +37,8 @@ def assert_same_state(a: pydflash.TargetCache, b: pydflash.TargetCache, atol: fl
     left, right = state_of(a), state_of(b)
     assert left.keys() == right.keys()
     for key, values in left.items():
-        np.testing.assert_allclose(values, right[key], atol=atol, err_msg=key)
+        # A value of 6 cannot agree as closely as one of 0.1: kernels for one and for many rows add in another order.
+        np.testing.assert_allclose(values, right[key], rtol=1e-4, atol=atol, err_msg=key)
 
 
 @pytest.mark.parametrize("name", NAMES)
