@@ -46,7 +46,7 @@ class EnginePrefix:
 
     def _open_prefix(self, resources: ExitStack, context: DraftContext | None) -> None:
         options = self._options
-        self._prefix_cache = _prefix_cache_of(self._target, self._draft, options, self._cache, context)
+        self._prefix_cache = prefix_cache_of(self._target, self._draft, options, self._cache, context)
         if self._prefix_cache is not None:
             resources.callback(self._prefix_cache.close)
         self._prefix = SequencePrefix(
@@ -54,7 +54,7 @@ class EnginePrefix:
             self._prefix_cache,
             chunk=options.prefill_chunk,
             interval=options.prefix_interval,
-            message_ids=_message_ids(self._tokenizer),
+            message_ids=message_ids(self._tokenizer),
             place=options.prefix_place,
         )
         folder = options.save_directory
@@ -155,13 +155,14 @@ class EnginePrefix:
         raise NotImplementedError
 
 
-def _prefix_cache_of(
+def prefix_cache_of(
     target: TargetModel,
     draft: DraftModel | None,
     options: EngineOptions,
     cache: TargetCache,
     context: DraftContext | None,
 ) -> PrefixCache | None:
+    """The cache that the options ask for, for sequences like this one; close() it. Errors are those of PrefixFolder."""
     if not options.prefix_cache:
         return None
     state_key = state_key_of_cache(cache, context)
@@ -172,6 +173,6 @@ def _prefix_cache_of(
     return PrefixCache(state_key, max_bytes=options.prefix_bytes, folder=folder)
 
 
-def _message_ids(tokenizer: Tokenizer) -> list[int]:
+def message_ids(tokenizer: Tokenizer) -> list[int]:
     """The control token that a message begins with in this family's templates, if the vocabulary has it."""
     return [i for i in tokenizer.special_ids if tokenizer.piece(i) == _MESSAGE_START]

@@ -6,9 +6,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from pydflash.errors import BusyError, InvalidArgumentError, PydflashError, UnsupportedModelError
+from pydflash.prefix_store import PrefixStore
 from pydflash.results import GenerationStats, StreamEvent
 from pydflash.server.grammar import GrammarMask
 from pydflash.server.messages import (
@@ -47,16 +47,6 @@ _NO_STATS = GenerationStats(
 )
 
 
-class SlotStore(Protocol):
-    """Saved slots, by name. Called on the engine's thread while the slot is idle. Errors are PydflashErrors."""
-
-    def save(self, slot: Slot, name: str) -> tuple[int, int]:
-        """Write what a slot holds; tokens and bytes."""
-
-    def restore(self, slot: Slot, name: str) -> tuple[int, int]:
-        """Make a slot hold what was saved; tokens and bytes."""
-
-
 class Scheduler:
     """Requests, the slots that run them, and those that wait. One thread at a time.
 
@@ -70,7 +60,7 @@ class Scheduler:
         slots: Sequence[Slot],
         send: Callable[[FromWorker], None],
         *,
-        store: SlotStore | None = None,
+        store: PrefixStore | None = None,
         memory_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._slots = list(slots)
@@ -166,9 +156,13 @@ class Scheduler:
             elif self._store is None:
                 raise UnsupportedModelError("slots cannot be saved or restored: no store is configured")
             elif action.action == "save":
-                n_tokens, n_bytes = self._store.save(slot, action.name)
+                saved = self._store.save(action.name, slot.snapshot())
+                n_tokens, n_bytes = saved.n_tokens, saved.n_bytes
             else:
-                n_tokens, n_bytes = self._store.restore(slot, action.name)
+                slot.restore(self._store.load(action.name))
+                n_tokens, n_bytes = len(slot.held), self._store.path(action.name).stat().st_size
+        except OSError as error:
+            return SlotAnswer(id=action.id, error=type(error).__name__, message=f"{action.name}: {error.strerror}")
         except PydflashError as error:
             return SlotAnswer(id=action.id, error=type(error).__name__, message=error.message)
         ms = (time.perf_counter() - begun) * 1e3
@@ -209,6 +203,7 @@ class Scheduler:
             self._send(PromptProgress(submit.id, slot.index, total, cached, request.fed, ms))
         if event is None:
             return
+        slot.note(event.token_ids)
         if event.finish_reason is None:
             prompt_ms = (request.first_at - request.begun_at) * 1e3
             predicted_ms = (request.last_at - request.first_at) * 1e3
@@ -247,6 +242,7 @@ class Scheduler:
         except PydflashError as error:
             self._fail(slot, submit, error)
             return
+        slot.note(event.token_ids)
         self._finish(slot, submit, request, event)
 
     def _fail(self, slot: Slot, submit: Submit, error: Exception) -> None:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from pydflash.draft_model import DraftModel
+from pydflash.engine_prefix import message_ids
 from pydflash.errors import PydflashError
 from pydflash.generate import Request
 from pydflash.options import EngineOptions
+from pydflash.prefix_cache import PrefixCache
+from pydflash.prefix_snapshot import PrefixSnapshot
 from pydflash.results import FinishReason, StepResult, StreamEvent
-from pydflash.sequence import TokenSequence, open_sequence
-from pydflash.sequence_prefix import PrefixUse
+from pydflash.sequence import TokenSequence
+from pydflash.sequence_prefix import SequencePrefix
 from pydflash.server.grammar import GrammarMask
 from pydflash.server.messages import RequestTimes, SlotState, Submit
-from pydflash.target_model import TargetModel
 from pydflash.text import Tokenizer
-
-
-class PrefixSource(Protocol):
-    """Where prefixes are kept that all slots share. Called on the engine's thread, between steps."""
-
-    def restore(self, ids: tuple[int, ...], sequence: TokenSequence) -> int:
-        """Make an empty sequence hold a kept prefix of ``ids`` shorter than them; its length, 0 if there is none."""
-
-    def keep(self, sequence: TokenSequence) -> None:
-        """A request is over: keep what the sequence holds, if that is worth it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,14 +26,11 @@ class SlotRequest(Request):
 
     Attributes:
         chunk: most prompt tokens of one advance().
-        given: tokens of the prompt that the decoder has. One more than ``prefix.n``, which are not evaluated again, if
-            the last of them was drawn by an earlier request and never consumed.
         mask: of the answer's grammar.
         max_predict_ms: ends the answer after so long a decoding.
     """
 
     chunk: int
-    given: int = 0
     mask: GrammarMask | None = None
     max_predict_ms: int | None = None
     fed: int = field(init=False, default=-1)  # of the prompt; -1: not begun
@@ -66,15 +53,17 @@ class SlotRequest(Request):
             PydflashError: what the decoder raised; it has to be reset then.
         """
         if self.fed < 0:
-            self.fed = self.given
+            self.fed = self.prefix.n
             self.begun_at = time.perf_counter()
             if self.policy is not None:
                 self.policy.begin()
             self.decoder.begin(self.options)
         rest = self.ids[self.fed :]
-        if self._emitted == 0 and len(rest) > self.chunk:
+        if self._emitted == 0 and (len(rest) > self.chunk or self.fed + self.chunk in self.stages):
             self.decoder.feed(rest[: self.chunk])
             self.fed += self.chunk
+            if self.fed in self.stages:
+                self._checkpoint()
             return None
         if self.mask is not None:
             self.mask.begin_call()
@@ -83,6 +72,7 @@ class SlotRequest(Request):
             result = self.decoder.prefill(rest, self.budget, mask=self.mask)
             self.fed = len(self.ids)
             self.first_at = time.perf_counter()
+            self._checkpoint()
         else:
             result = self._step(self.mask)
             self.step_ms.append((time.perf_counter() - begun) * 1e3)
@@ -109,7 +99,7 @@ class SlotRequest(Request):
     def finish(self, reason: FinishReason) -> StreamEvent:
         """End the request between two calls of advance(): its last event; the decoder is settled."""
         if self.fed < 0:
-            self.fed = self.given
+            self.fed = self.prefix.n
         if reason != "cancelled":
             self._answer.finish()
         last = self._answer.take(last=reason != "cancelled")
@@ -143,20 +133,19 @@ class SlotRequest(Request):
 
 
 class Slot:
-    """A sequence and what it holds. Hybrid state cannot go back, so a prefix is only reused if a prompt extends it."""
+    """A sequence and what it holds. A prompt goes on from that if it extends it, or else from a kept prefix."""
 
     def __init__(
         self,
         index: int,
-        target: TargetModel,
-        draft: DraftModel | None,
+        sequence: TokenSequence,
         tokenizer: Tokenizer,
         options: EngineOptions,
-        resources: ExitStack,
-        prefixes: PrefixSource | None = None,
+        prefix_cache: PrefixCache | None,
     ) -> None:
+        """``prefix_cache`` is shared by all slots; None: nothing is kept but what slots hold."""
         self.index = index
-        self.sequence = open_sequence(target, draft, options, resources)
+        self.sequence = sequence
         self.last_used = 0.0
         self.submit: Submit | None = None
         self.request: SlotRequest | None = None
@@ -165,9 +154,16 @@ class Slot:
         self._tokenizer = tokenizer
         self._chunk = options.prefill_chunk
         self._n_ctx = options.n_ctx
-        self._prefixes = prefixes
+        self._prefix = SequencePrefix(
+            sequence.decoder,
+            prefix_cache,
+            chunk=options.prefill_chunk,
+            interval=options.prefix_interval,
+            message_ids=message_ids(tokenizer),
+            place=options.prefix_place,
+        )
+        self._answer: list[int] = []
         self._tokens: tuple[int, ...] = ()  # what the decoder holds
-        self._open_end = False  # the last of them is still to be consumed
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -175,28 +171,15 @@ class Slot:
         return self._tokens
 
     def reusable(self, ids: tuple[int, ...]) -> int:
-        """How many tokens of a prompt would not have to be evaluated again."""
+        """How many tokens of a prompt the slot itself holds and would not evaluate again."""
         n = len(self._tokens)
-        if n == 0 or ids[:n] != self._tokens:
-            return 0
-        if self._open_end:
-            return n - 1
-        return n if len(ids) > n else 0
+        return n if 0 < n < len(ids) and ids[:n] == self._tokens else 0
 
     def begin(self, submit: Submit, mask: GrammarMask | None, queue_ms: float) -> None:
-        """Take a request. Nothing is computed before the first advance()."""
-        reusable = self.reusable(submit.ids) if submit.cache_prompt else 0
-        given = 0
-        if reusable:
-            # The token still to be consumed is evaluated by the decoder before what it is given.
-            given = reusable + 1 if self._open_end else reusable
-            self.miss = ""
-        else:
-            self.sequence.decoder.reset()
-            if submit.cache_prompt and self._prefixes is not None:
-                given = reusable = self._prefixes.restore(submit.ids, self.sequence)
-            self.miss = "" if reusable else self._why_missed(submit)
-        self._tokens, self._open_end = (), False
+        """Take a request. Nothing is computed before the first advance(); a kept prefix is copied here."""
+        self._tokens, self._answer = (), []
+        prefix = self._prefix.begin(submit.ids, use=submit.cache_prompt)
+        self.miss = "" if prefix.n else "not asked for" if prefix.source == "off" else prefix.reason or "nothing kept"
         room = self._n_ctx - len(submit.ids)
         most = submit.options.max_tokens
         self.submit, self.queue_ms = submit, queue_ms
@@ -209,43 +192,47 @@ class Slot:
             budget=room if most is None else min(most, room),
             started=time.perf_counter(),
             cancelled=_never,
-            prefix=PrefixUse(reusable, "live" if reusable else "none", self.miss),
-            given=given,
+            prefix=prefix,
+            stages=self._prefix.stages(submit.ids, prefix.n),
+            checkpoint=self._prefix.checkpoint,
             chunk=self._chunk,
             mask=mask,
             max_predict_ms=submit.max_predict_ms,
         )
 
-    def _why_missed(self, submit: Submit) -> str:
-        if not submit.cache_prompt:
-            return "not asked for"
-        if not self._tokens:
-            return "empty slot"
-        if submit.ids == self._tokens[: len(submit.ids)]:
-            return "shorter than what the slot holds"
-        return "another prefix"
+    def note(self, token_ids: tuple[int, ...]) -> None:
+        """Tokens that the running request's answer has got."""
+        self._answer += token_ids
 
     def end(self) -> None:
-        """The request is over and its decoder settled."""
-        request, self.submit, self.request = self.request, None, None
-        decoder = self.sequence.decoder
-        self._tokens = tuple(decoder.tokens)
-        self._open_end = request is not None and request.emitted > 0
-        self.last_used = time.perf_counter()
-        if self._prefixes is not None and self._tokens:
-            self._prefixes.keep(self.sequence)
+        """The request is over and its decoder settled: what it holds is kept."""
+        submit, self.submit, self.request = self.submit, None, None
+        if submit is not None:
+            self._prefix.finish((*submit.ids, *self._answer))
+        self._took()
 
     def erase(self) -> int:
         """Forget the sequence; how many tokens it held."""
-        n, self._tokens, self._open_end = len(self._tokens), (), False
+        n, self._tokens, self._answer = len(self._tokens), (), []
         self.submit = self.request = None
+        self._prefix.forget()
         with suppress(PydflashError):
             self.sequence.decoder.reset()
         return n
 
-    def adopt(self, tokens: tuple[int, ...], *, open_end: bool) -> None:
-        """The sequence was changed from outside: what it holds now."""
-        self._tokens, self._open_end = tokens, open_end
+    def snapshot(self) -> PrefixSnapshot:
+        """What the idle slot holds. InvalidArgumentError if that is nothing."""
+        return self._prefix.snapshot()
+
+    def restore(self, snapshot: PrefixSnapshot) -> None:
+        """Make the idle slot hold a snapshot; errors are those of Decoder.restore(), then the slot is as before."""
+        self._prefix.restore(snapshot)
+        self._took()
+
+    def _took(self) -> None:
+        decoder = self.sequence.decoder
+        self._tokens = tuple(decoder.tokens[: decoder.cache.position])
+        self.last_used = time.perf_counter()
 
     def state(self) -> SlotState:
         """For /slots."""

@@ -15,8 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pydflash.draft_model import DraftModel
+from pydflash.engine_prefix import prefix_cache_of
 from pydflash.errors import PydflashError
-from pydflash.sequence import builtin_drafter_of, open_drafter
+from pydflash.prefix_store import PrefixStore
+from pydflash.sequence import builtin_drafter_of, open_drafter, open_sequence
 from pydflash.server.grammar import GrammarCompiler, GrammarMask
 from pydflash.server.messages import (
     Cancel,
@@ -68,7 +70,13 @@ class Worker:
     def _open(self, setup: WorkerSetup, resources: ExitStack) -> tuple[Tokenizer, Scheduler, Ready]:
         options = setup.engine
         target = resources.enter_context(
-            TargetModel.open(setup.model, options.device, n_threads=options.n_threads, embedding=options.embedding)
+            TargetModel.open(
+                setup.model,
+                options.device,
+                n_threads=options.n_threads,
+                embedding=options.embedding,
+                pack_weights=options.pack_weights,
+            )
         )
         path: str | os.PathLike[str] | None = setup.draft
         if path == "auto":
@@ -77,8 +85,14 @@ class Worker:
         if path is not None:
             draft = resources.enter_context(open_drafter(path, target, options))
         tokenizer = Tokenizer.from_metadata(target.metadata)
-        slots = [Slot(i, target, draft, tokenizer, options, resources) for i in range(setup.n_slots)]
-        scheduler = Scheduler(slots, self._send, memory_bytes=_resident_bytes)
+        sequences = [open_sequence(target, draft, options, resources) for _ in range(setup.n_slots)]
+        first = sequences[0]
+        prefix_cache = prefix_cache_of(target, draft, options, first.cache, first.decoder.draft_context)
+        if prefix_cache is not None:
+            resources.callback(prefix_cache.close)
+        slots = [Slot(i, one, tokenizer, options, prefix_cache) for i, one in enumerate(sequences)]
+        store = None if setup.slot_folder is None else PrefixStore(setup.slot_folder, target, draft)
+        scheduler = Scheduler(slots, self._send, store=store, memory_bytes=_resident_bytes)
         decoder = slots[0].sequence.decoder
         ready = Ready(
             drafter="" if path is None else Path(path).name,
