@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pydflash.options import EngineOptions, SamplingOptions
+from pydflash.prefix_cache import PrefixCacheStats
 from pydflash.results import StreamEvent
 
 
@@ -190,11 +191,15 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """All slots, and how many requests wait. Sent when it changes, and at most ten times a second in between."""
+    """All slots, how many requests wait, and what the prefix cache has done (None: there is none).
+
+    Sent when it changes, and at most ten times a second in between.
+    """
 
     slots: tuple[SlotState, ...] = field(default_factory=tuple)
     waiting: int = 0
     memory_bytes: int = 0
+    prefix_cache: PrefixCacheStats | None = None
 
 
 FromWorker: TypeAlias = Ready | NotReady | PromptProgress | Piece | Done | Failure | SlotAnswer | Status

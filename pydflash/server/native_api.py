@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -69,6 +70,7 @@ async def props(service: Service, _request: Request) -> Response:
     if ready is None:
         raise loading()
     tokenizer, options = service.tokenizer, service.options
+    kept = service.process.status.prefix_cache
     return JSONResponse(
         {
             "default_generation_settings": {
@@ -94,6 +96,7 @@ async def props(service: Service, _request: Request) -> Response:
             "device": ready.device,
             "model_digest": ready.digest,
             "engine_pid": service.process.pid,
+            "prefix_cache": None if kept is None else asdict(kept),
         }
     )
 

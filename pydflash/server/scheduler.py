@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pydflash.errors import BusyError, InvalidArgumentError, PydflashError, UnsupportedModelError
+from pydflash.prefix_cache import PrefixCache
 from pydflash.prefix_store import PrefixStore
 from pydflash.results import GenerationStats, StreamEvent
 from pydflash.server.grammar import GrammarMask
@@ -61,11 +62,13 @@ class Scheduler:
         send: Callable[[FromWorker], None],
         *,
         store: PrefixStore | None = None,
+        prefix_cache: PrefixCache | None = None,
         memory_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._slots = list(slots)
         self._send = send
         self._store = store
+        self._prefix_cache = prefix_cache
         self._memory_bytes = memory_bytes
         self._waiting: deque[tuple[Submit, GrammarMask | None, float]] = deque()
         self._actions: deque[SlotAction] = deque()
@@ -138,7 +141,8 @@ class Scheduler:
             self._changed = False
             self._status_at = now
             states = tuple(slot.state() for slot in self._slots)
-            self._send(Status(states, len(self._waiting), self._memory_bytes()))
+            kept = None if self._prefix_cache is None else self._prefix_cache.stats
+            self._send(Status(states, len(self._waiting), self._memory_bytes(), kept))
 
     def _start_actions(self) -> None:
         for action in list(self._actions):

@@ -92,7 +92,7 @@ class Worker:
             resources.callback(prefix_cache.close)
         slots = [Slot(i, one, tokenizer, options, prefix_cache) for i, one in enumerate(sequences)]
         store = None if setup.slot_folder is None else PrefixStore(setup.slot_folder, target, draft)
-        scheduler = Scheduler(slots, self._send, store=store, memory_bytes=_resident_bytes)
+        scheduler = Scheduler(slots, self._send, store=store, prefix_cache=prefix_cache, memory_bytes=_resident_bytes)
         decoder = slots[0].sequence.decoder
         ready = Ready(
             drafter="" if path is None else Path(path).name,

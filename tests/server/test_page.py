@@ -113,6 +113,12 @@ def test_a_chat_in_the_browser(page: Page) -> None:
     accepted = [int(n) for n in re.findall(r"(\d+) of \d+ proposals", counted)]
     assert accepted[-1] > 0
     assert shaded > 0
+    # The second turn went on from the first one.
+    page.wait("/hits/.test(document.getElementById('cache').textContent)")
+    rows = "[...document.querySelectorAll('#cache tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    kept = dict(page.value(rows))
+    assert re.fullmatch(r"\d+ of [1-9]\d*", kept["hits"])
+    assert re.fullmatch(r"[1-9]\d*, [\d.]+ MiB of [\d.]+ MiB", kept["snapshots"])
 
 
 def test_stopping_in_the_browser_frees_the_slot(page: Page, server: Server) -> None:

@@ -37,6 +37,10 @@ def test_another_slot_goes_on_from_what_the_first_one_kept(http: httpx.Client, e
     cold = complete(http, longer, id_slot=1, cache_prompt=False)
     assert cold["timings"]["cache_n"] == 0
     assert cold["content"] == other["content"]
+    kept = http.get("/props").json()["prefix_cache"]
+    assert kept["hits"] >= 1
+    assert kept["hit_tokens"] >= held
+    assert 0 < kept["n_bytes"] <= kept["max_bytes"]
 
 
 def test_two_conversations_take_turns_in_one_slot(http: httpx.Client, engine: pydflash.Engine) -> None:
