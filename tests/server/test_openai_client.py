@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -168,12 +168,14 @@ def test_a_tool_that_has_to_be_called(client: openai.OpenAI) -> None:
         assert final.choices[0].finish_reason == "tool_calls"
 
 
-def test_five_tools_and_a_long_system_text(client: openai.OpenAI) -> None:
-    """Greedy, streamed and not, drafted and not: the same valid call."""
+def test_five_tools_and_a_long_system_text(start: Callable[..., Server]) -> None:
+    """Greedy, streamed and not, drafted and not: the same valid call behind 6,000 characters."""
+    server = start("--ctx-size", "4096", "--ubatch-size", "512", "--parallel", "1").wait_ready()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
     tools = [
         {**WEATHER, "function": {**WEATHER["function"], "name": f"tool_{name}"}} for name in ("a", "b", "c", "d", "e")
     ]
-    system = "You are careful. " * 60
+    system = "You are careful. " * 360
     messages = [{"role": "system", "content": system}, *MESSAGES]
     calls = set()
     for stream in (False, True):
@@ -199,6 +201,7 @@ def test_five_tools_and_a_long_system_text(client: openai.OpenAI) -> None:
             assert set(json.loads(arguments)) == {"city", "days"}
             calls.add((name, arguments))
     assert len(calls) == 1
+    assert server.stop() == 0
 
 
 def test_a_conversation_with_tool_results(client: openai.OpenAI) -> None:

@@ -27,6 +27,8 @@ class Server:
         self._reader.start()
         assert self._listening.wait(60), self.log
         assert self.url, self.log
+        self._listening_at = time.monotonic()
+        self.load_seconds = 0.0  # from listening to ready, the first time
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -46,6 +48,7 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
             if httpx.get(f"{self.url}/health", timeout=30).status_code == 200:
+                self.load_seconds = self.load_seconds or time.monotonic() - self._listening_at
                 return self
             time.sleep(0.05)
         raise AssertionError(f"not ready after {seconds} s:\n{self.log}")
