@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # A folder includes itself and those before it.
-NATIVE_LAYERS = ["base", "cuda", "ggmlx", "gguf", "model", "state", "graph", "decode", "engine", "capi"]
-# Folders that see nothing of ggml: base stands below it, capi only translates between C and C++.
-WITHOUT_GGML = {"base", "capi"}
+NATIVE_LAYERS = ["base", "cuda", "cpu", "ggmlx", "gguf", "model", "state", "graph", "decode", "engine", "capi"]
+# Folders that see nothing of ggml: base and cpu stand below it, capi only translates between C and C++.
+WITHOUT_GGML = {"base", "cpu", "capi"}
 
 # A module imports its own row and those before it. Modules in no row are the nouns: one module per class.
 PYTHON_LAYERS = [

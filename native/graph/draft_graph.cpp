@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.hpp"
+#include "graph/attention.hpp"
 
 namespace dflash {
 namespace {
@@ -154,7 +155,7 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
         const KeyValue kv = build_key_value(ctx, context, i, a, built->positions);
         graph.expand(ggml_cpy(ctx, kv.k, first_rows(ctx, context.k(i), n)));
         graph.expand(ggml_cpy(ctx, kv.v, first_rows(ctx, context.v(i), n)));
-        ggml_tensor * out = build_attention(ctx, q, context.k(i), context.v(i), mask, c.head_dim, c.n_head_kv,
+        ggml_tensor * out = build_attention(graph, q, context.k(i), context.v(i), mask, c.head_dim, c.n_head_kv,
                                             built->n_kv[static_cast<size_t>(i)]);
         if (context.v_rotation() != nullptr) {
             out = build_rotation(ctx, context.v_rotation(), out);

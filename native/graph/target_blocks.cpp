@@ -3,11 +3,10 @@
 #include <cmath>
 
 #include "base/error.hpp"
+#include "graph/attention.hpp"
 
 namespace dflash {
 namespace {
-
-constexpr int64_t cpu_tiled_attention_rows = 64;
 
 ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int32_t il, ggml_tensor * x,
                                    const RowInputs & rows) {
@@ -44,18 +43,8 @@ ggml_tensor * build_full_attention(Graph & graph, const TargetCache & cache, int
     graph.expand(ggml_set_rows(ctx, cache.attn_k(il), k, rows.kv_rows));
     graph.expand(ggml_set_rows(ctx, cache.attn_v(il), ggml_reshape_2d(ctx, v, hd * c.n_head_kv, n), rows.kv_rows));
 
-    const auto attend = [&](int64_t first, int64_t count) {
-        ggml_tensor * part =
-            ggml_view_3d(ctx, q, hd, c.n_head, count, q->nb[1], q->nb[2], q->nb[2] * static_cast<size_t>(first));
-        ggml_tensor * mask = ggml_view_2d(ctx, rows.mask, rows.n_kv, count, rows.mask->nb[1],
-                                          rows.mask->nb[1] * static_cast<size_t>(first));
-        return build_attention(ctx, part, cache.attn_k(il), cache.attn_v(il), mask, hd, c.n_head_kv, rows.n_kv);
-    };
-    // With this many rows the CPU backend takes another kernel, which rounds otherwise than it does for one row.
-    const bool split = rows.tree != nullptr && n >= cpu_tiled_attention_rows && graph.device()->is_cpu();
     ggml_tensor * out =
-        split ? ggml_concat(ctx, attend(0, n / 2), attend(n / 2, n - n / 2), 1)
-              : build_attention(ctx, q, cache.attn_k(il), cache.attn_v(il), rows.mask, hd, c.n_head_kv, rows.n_kv);
+        build_attention(graph, q, cache.attn_k(il), cache.attn_v(il), rows.mask, hd, c.n_head_kv, rows.n_kv);
     if (cache.v_rotation() != nullptr) {
         out = build_rotation(ctx, cache.v_rotation(), out);
     }
@@ -251,20 +240,6 @@ ggml_tensor * build_rotation(ggml_context * ctx, ggml_tensor * r, ggml_tensor * 
     ggml_tensor * y = ggml_mul_mat(ctx, r, flat);
     ggml_mul_mat_set_hint(y, GGML_HINT_SRC0_IS_HADAMARD);
     return ggml_reshape_4d(ctx, y, x->ne[0], x->ne[1], x->ne[2], x->ne[3]);
-}
-
-ggml_tensor * build_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k_rows, ggml_tensor * v_rows,
-                              ggml_tensor * mask, int64_t head_dim, int64_t n_head_kv, int64_t n_kv) {
-    const int64_t n_head = q->ne[1];
-    const int64_t n = q->ne[2];
-    ggml_tensor * k =
-        ggml_view_3d(ctx, k_rows, head_dim, n_kv, n_head_kv, k_rows->nb[1], ggml_row_size(k_rows->type, head_dim), 0);
-    ggml_tensor * v =
-        ggml_view_3d(ctx, v_rows, head_dim, n_kv, n_head_kv, v_rows->nb[1], ggml_row_size(v_rows->type, head_dim), 0);
-    ggml_tensor * out = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), k, v, mask,
-                                            1.0f / std::sqrt(static_cast<float>(head_dim)), 0.0f, 0.0f);
-    ggml_prec_set_acc(out, GGML_PREC_F32);
-    return ggml_reshape_2d(ctx, out, head_dim * n_head, n);
 }
 
 ggml_tensor * build_feed_forward(ggml_context * ctx, const TargetConfig & config, const TargetLayer & l,

@@ -44,10 +44,6 @@ ggml_tensor * build_rope(ggml_context * ctx, ggml_tensor * x, ggml_tensor * posi
 ggml_tensor * state_target(ggml_context * ctx, ggml_tensor * state);
 /// x [width, ...] with each block of r->ne[0] values multiplied by the symmetric matrix r.
 ggml_tensor * build_rotation(ggml_context * ctx, ggml_tensor * r, ggml_tensor * x);
-/// Attention over q [head_dim, n_head, n_rows] and cached K/V rows [head_dim * n_head_kv, ...], the first n_kv of
-/// them. Returns [head_dim * n_head, n_rows].
-ggml_tensor * build_attention(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k_rows, ggml_tensor * v_rows,
-                              ggml_tensor * mask, int64_t head_dim, int64_t n_head_kv, int64_t n_kv);
 
 /// Dense or expert feed-forward of normalised x. selected: where not null, receives the router's choice
 /// i32 [n_expert_used, n_rows] of an expert layer.

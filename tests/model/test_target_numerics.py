@@ -102,7 +102,7 @@ def test_packed_rows_do_not_depend_on_their_number() -> None:
 
     Without such a layout its rows may differ by rounding; what is likeliest stays.
     """
-    ids = np.random.default_rng(3).integers(10, 4000, 40).astype(np.int32)
+    ids = np.random.default_rng(3).integers(10, 4000, 240).astype(np.int32)
     with pydflash.TargetModel.open(n_threads=1) as packed:
         got = {chunk: logits_of(packed, ids, chunk) for chunk in (1, 2, 5, 16)}
     with pydflash.TargetModel.open(n_threads=1, pack_weights=False) as plain:
