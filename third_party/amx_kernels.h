@@ -14,6 +14,9 @@
 
 #undef GGML_USE_OPENMP
 
+/* Products of few rows go to amx_few_rows.cpp first. */
+#define ggml_backend_amx_mul_mat dflash_stock_amx_mul_mat
+
 #if defined(__AMX_TILE__) && defined(__GNUC__)
 
 #include <immintrin.h>

@@ -53,6 +53,26 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
+/// The sum of all lanes, always in the same order.
+inline float sum_of(Floats v) {
+#if defined(__AVX512F__)
+    const __m512 half = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+    const __m512 quarter = _mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1));
+    __m128 four = _mm512_castps512_ps128(quarter);
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#else
+    float x[lanes];
+    std::memcpy(x, &v, sizeof(v));
+    for (int n = lanes / 2; n > 0; n /= 2) {
+        for (int i = 0; i < n; ++i) {
+            x[i] += x[i + n];
+        }
+    }
+    return x[0];
+#endif
+}
+
 inline float largest_of(Floats v) {
     float x[lanes];
     std::memcpy(x, &v, sizeof(v));

@@ -4,6 +4,7 @@
 
 #include "base/error.hpp"
 #include "graph/attention.hpp"
+#include "graph/delta_net.hpp"
 
 namespace dflash {
 namespace {
@@ -107,22 +108,21 @@ ggml_tensor * build_delta_net(Graph & graph, const TargetCache & cache, int32_t 
         ggml_view_3d(ctx, qkv, s, hv, n, ggml_row_size(qkv->type, s), qkv->nb[1], ggml_row_size(qkv->type, 2 * hk * s));
 
     const bool keep_states = update == StateUpdate::keep && rows.tree == nullptr && cache.options().keep_states;
-    const int64_t n_states = keep_states ? n : 1;
-    ggml_tensor * mix = rows.tree == nullptr ? ggml_gated_delta_net(ctx, q, k, v, g, beta, state, n_states)
-                                             : build_tree_delta(ctx, qk, qkv, g, beta, state, *rows.tree);
-    const size_t tail = ggml_row_size(mix->type, s * hv * n);
-    if (update == StateUpdate::write) {
-        ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, tail);
-        graph.expand(ggml_cpy(ctx, last, state_target(ctx, state)));
-    } else {
+    const DeltaState after = update == StateUpdate::write ? DeltaState::write
+                             : keep_states                ? DeltaState::each
+                                                          : DeltaState::drop;
+    ggml_tensor * mix = rows.tree == nullptr ? build_delta_rule(graph, q, k, v, g, beta, state, after)
+                                             : build_tree_delta(graph, qk, qkv, g, beta, state, *rows.tree);
+    if (update == StateUpdate::keep) {
         check(capture != nullptr, Status::internal, "verify without a capture for layer %d", il);
         *capture = {il, window, qk, qkv, g, beta, nullptr};
         for (ggml_tensor * t : {window, qk, qkv, g, beta}) {
             graph.keep(t);
         }
         if (keep_states) {
-            capture->states = ggml_view_4d(ctx, mix, s, s, hv, n, ggml_row_size(mix->type, s),
-                                           ggml_row_size(mix->type, s * s), ggml_row_size(mix->type, s * s * hv), tail);
+            capture->states =
+                ggml_view_4d(ctx, mix, s, s, hv, n, ggml_row_size(mix->type, s), ggml_row_size(mix->type, s * s),
+                             ggml_row_size(mix->type, s * s * hv), ggml_row_size(mix->type, s * hv * n));
             graph.keep(capture->states);
         }
     }

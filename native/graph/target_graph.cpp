@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.hpp"
+#include "graph/delta_net.hpp"
 
 namespace dflash {
 namespace {
@@ -175,11 +176,7 @@ std::unique_ptr<CommitGraph> build_commit_graph(const TargetCache & cache, const
                                        ggml_row_size(d.qkv->type, 2 * hk * s));
         ggml_tensor * g = ggml_mul(ctx, by_head(d.g), built->keep);
         ggml_tensor * beta = ggml_mul(ctx, by_head(d.beta), built->keep);
-        // The state does not depend on queries; keys stand in for them.
-        ggml_tensor * mix = ggml_gated_delta_net(ctx, k, k, v, ggml_reshape_3d(ctx, g, 1, hv, n),
-                                                 ggml_reshape_3d(ctx, beta, 1, hv, n), state, 1);
-        ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, ggml_row_size(mix->type, s * hv * n));
-        graph.expand(ggml_cpy(ctx, last, state_target(ctx, state)));
+        build_delta_state(graph, k, v, ggml_reshape_3d(ctx, g, 1, hv, n), ggml_reshape_3d(ctx, beta, 1, hv, n), state);
         graph.expand(ggml_cpy(ctx, ggml_get_rows(ctx, d.conv_input, built->conv_rows), cache.conv_state(d.layer)));
     }
     graph.finish("commit");

@@ -1,5 +1,7 @@
 #include "graph/tree_blocks.hpp"
 
+#include "graph/delta_net.hpp"
+
 namespace dflash {
 
 ggml_tensor * build_tree_conv(ggml_context * ctx, ggml_tensor * window, ggml_tensor * weight, const TreeRows & tree) {
@@ -11,8 +13,9 @@ ggml_tensor * build_tree_conv(ggml_context * ctx, ggml_tensor * window, ggml_ten
     return ggml_reshape_2d(ctx, ggml_ssm_conv(ctx, ggml_cont(ctx, x), weight), channels, n);
 }
 
-ggml_tensor * build_tree_delta(ggml_context * ctx, ggml_tensor * qk, ggml_tensor * qkv, ggml_tensor * g,
-                               ggml_tensor * beta, ggml_tensor * state, const TreeRows & tree) {
+ggml_tensor * build_tree_delta(Graph & graph, ggml_tensor * qk, ggml_tensor * qkv, ggml_tensor * g, ggml_tensor * beta,
+                               ggml_tensor * state, const TreeRows & tree) {
+    ggml_context * ctx = graph.ctx();
     const int64_t s = state->ne[0];
     const int64_t hv = state->ne[2];
     const int64_t hk = qk->ne[1] / 2;
@@ -29,10 +32,9 @@ ggml_tensor * build_tree_delta(ggml_context * ctx, ggml_tensor * qk, ggml_tensor
     ggml_tensor * v = ggml_get_rows(ctx, ggml_view_2d(ctx, qkv, s * hv, n, qkv->nb[1], tail), tree.path_rows);
     g = ggml_get_rows(ctx, ggml_reshape_2d(ctx, g, hv, n), tree.path_rows);
     beta = ggml_get_rows(ctx, ggml_reshape_2d(ctx, beta, hv, n), tree.path_rows);
-    ggml_tensor * states = b == 1 ? state : ggml_repeat_4d(ctx, state, s, s, hv, b);
     ggml_tensor * mix =
-        ggml_gated_delta_net(ctx, q, k, ggml_reshape_4d(ctx, v, s, hv, t, b), ggml_reshape_4d(ctx, g, 1, hv, t, b),
-                             ggml_reshape_4d(ctx, beta, 1, hv, t, b), states, 1);
+        build_delta_rule(graph, q, k, ggml_reshape_4d(ctx, v, s, hv, t, b), ggml_reshape_4d(ctx, g, 1, hv, t, b),
+                         ggml_reshape_4d(ctx, beta, 1, hv, t, b), state, DeltaState::drop);
     return ggml_get_rows(ctx, ggml_view_2d(ctx, mix, s * hv, t * b, mix->nb[1], 0), tree.place);
 }
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "ggml.h"
+#include "ggmlx/graph.hpp"
 
 // What a DeltaNet layer does differently when the rows of a forward pass are the nodes of a tree. A node must see its
 // ancestors and no one else. So each root-to-leaf path is run as a sequence of its own through the same operations as a
@@ -25,7 +25,7 @@ ggml_tensor * build_tree_conv(ggml_context * ctx, ggml_tensor * window, ggml_ten
 
 /// The recurrence over every path. qk f32 [S, 2 * Hk, n_rows], qkv f32 [channels, n_rows] with the values last,
 /// g and beta f32 [1, Hv, n_rows], state f32 [S, S, Hv], which stays as it is. Returns f32 [S * Hv, n_rows].
-ggml_tensor * build_tree_delta(ggml_context * ctx, ggml_tensor * qk, ggml_tensor * qkv, ggml_tensor * g,
-                               ggml_tensor * beta, ggml_tensor * state, const TreeRows & tree);
+ggml_tensor * build_tree_delta(Graph & graph, ggml_tensor * qk, ggml_tensor * qkv, ggml_tensor * g, ggml_tensor * beta,
+                               ggml_tensor * state, const TreeRows & tree);
 
 } // namespace dflash

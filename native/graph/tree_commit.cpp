@@ -1,5 +1,7 @@
 #include "graph/tree_commit.hpp"
 
+#include "graph/delta_net.hpp"
+
 namespace dflash {
 namespace {
 
@@ -55,11 +57,7 @@ std::unique_ptr<TreeCommitGraph> build_tree_commit_graph(const TargetCache & cac
         ggml_tensor * beta = ggml_get_rows(ctx, ggml_reshape_2d(ctx, d.beta, hv, rows), path);
         g = ggml_mul(ctx, g, built->keep);
         beta = ggml_mul(ctx, beta, built->keep);
-        // The state does not depend on queries; keys stand in for them.
-        ggml_tensor * mix = ggml_gated_delta_net(ctx, k, k, v, ggml_reshape_3d(ctx, g, 1, hv, n),
-                                                 ggml_reshape_3d(ctx, beta, 1, hv, n), state, 1);
-        ggml_tensor * last = ggml_view_1d(ctx, mix, s * s * hv, ggml_row_size(mix->type, s * hv * n));
-        graph.expand(ggml_cpy(ctx, last, state_target(ctx, state)));
+        build_delta_state(graph, k, v, ggml_reshape_3d(ctx, g, 1, hv, n), ggml_reshape_3d(ctx, beta, 1, hv, n), state);
         graph.expand(ggml_cpy(ctx, ggml_get_rows(ctx, d.conv_input, columns), cache.conv_state(d.layer)));
     }
     for (int32_t i = cache.layer_begin(); i < cache.layer_end(); ++i) {
