@@ -404,27 +404,28 @@ def test_options_are_checked() -> None:
         SamplingOptions(cache_prompt=1)  # type: ignore[arg-type]
 
 
-def test_the_built_in_pair_begins_a_later_turn_at_once() -> None:
+def test_the_built_in_pair_begins_turn_ten_at_once() -> None:
     """Time to the first token, in CPU time of this process: other programs on the machine do not count."""
+    question = "Go on, and say what the next words of the list are."
     with (
         Engine.open(options=EngineOptions(n_ctx=3072, n_threads=1)) as engine,
         Engine.open(options=EngineOptions(n_ctx=3072, n_threads=1, prefix_cache=False)) as cold,
     ):
         session = engine.session()
         options = SamplingOptions(max_tokens=12, width=8)
-        session.ask("Read this: " + " ".join(f"word{i % 97}" for i in range(500)), options)
+        session.ask("Read this: " + " ".join(f"word{i % 97}" for i in range(480)), options)
         warm = []
-        for _ in range(3):
+        for _ in range(9):
             begun = time.process_time()
-            with closing(session.stream("Go on.", options)) as events:
+            with closing(session.stream(question, options)) as events:
                 next(events)
                 warm.append(time.process_time() - begun)
                 list(events)
             assert session.stats is not None
-            assert session.stats.evaluated_tokens < 30
+            assert session.stats.evaluated_tokens < 40
             assert session.stats.prefix_source == "live"
         ids = session.tokens[: session.stats.prompt_tokens]
         begun = time.process_time()
         with closing(cold.stream(ids, options)) as events:
             next(events)
-        assert (time.process_time() - begun) / min(warm) > 8
+        assert (time.process_time() - begun) / sorted(warm)[2] >= 20
