@@ -4,13 +4,15 @@
 // ggml multiplies one row with vector instructions and more with tiles of 16 rows, which cost nearly the same for 2
 // rows as for 16. Here each block of 16 columns is loaded once and multiplied with every row, in the order of ggml's
 // kernels and with their roundings: the result has the same bits as theirs.
-#include "amx/mmq.h"
-
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+
+#include "amx/mmq.h"
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #define GGML_COMMON_DECL_CPP
@@ -52,7 +54,7 @@ void multiply(int n_tiles, const block_q8_0 * a, const float * scales, const cha
             __m512i odd = _mm512_setzero_si512();
             for (int k = 0; k < 8; k += 2) {
                 int32_t four[2];
-                __builtin_memcpy(four, values + 4 * k, sizeof(four));
+                std::memcpy(four, values + 4 * k, sizeof(four));
                 even = _mm512_dpbusd_epi32(even, _mm512_set1_epi32(four[0]), weights[k]);
                 odd = _mm512_dpbusd_epi32(odd, _mm512_set1_epi32(four[1]), weights[k + 1]);
             }

@@ -16,7 +16,8 @@ struct Gates {
     float beta[tokens_at_once];
 };
 
-/// Rows [row, row + n_rows) of one head's state go through tokens [first, end) in registers.
+/// Rows [row, row + n_rows) of one head's state go through tokens [first, end) in registers. They lie at `from`, and
+/// are written to `to`.
 template <int vectors, int n_rows>
 void run_rows(const DeltaCall & c, const Gates & gates, int64_t head, int64_t sequence, int64_t row, int64_t first,
               int64_t end, const float * from, float * to) {
@@ -26,7 +27,7 @@ void run_rows(const DeltaCall & c, const Gates & gates, int64_t head, int64_t se
     Floats s[n_rows][vectors];
     for (int i = 0; i < n_rows; ++i) {
         for (int j = 0; j < vectors; ++j) {
-            s[i][j] = load(from + (row + i) * size + j * lanes);
+            s[i][j] = load(from + i * size + j * lanes);
         }
     }
     for (int64_t token = first; token < end; ++token) {
@@ -74,9 +75,9 @@ void run_rows(const DeltaCall & c, const Gates & gates, int64_t head, int64_t se
             }
         }
     }
-    for (int i = 0; i < n_rows && to != nullptr; ++i) {
+    for (int i = 0; i < n_rows; ++i) {
         for (int j = 0; j < vectors; ++j) {
-            store(to + (row + i) * size + j * lanes, s[i][j]);
+            store(to + i * size + j * lanes, s[i][j]);
         }
     }
 }
@@ -90,8 +91,9 @@ template <int vectors> void run(const DeltaCall & c, int ith, int nth) {
         const int64_t begin = unit % parts * rows_at_once;
         const int64_t head = unit / parts % c.n_head;
         const int64_t sequence = unit / parts / c.n_head;
-        const float * from = c.state + head * size * size;
-        float * to = c.newest != nullptr ? c.newest + head * size * size : between - begin * size;
+        const int64_t place = (head * size + begin) * size;
+        const float * from = c.state + place;
+        float * to = c.newest != nullptr ? c.newest + place : between;
         for (int64_t first = 0; first < c.n_tokens; first += tokens_at_once) {
             const int64_t end = std::min(c.n_tokens, first + tokens_at_once);
             Gates gates;
@@ -99,8 +101,9 @@ template <int vectors> void run(const DeltaCall & c, int ith, int nth) {
                 gates.decay[token - first] = std::exp(*c.g.at(head, token, sequence));
                 gates.beta[token - first] = *c.beta.at(head, token, sequence);
             }
-            for (int64_t row = begin; row < begin + rows_at_once; row += n_rows) {
-                run_rows<vectors, n_rows>(c, gates, head, sequence, row, first, end, from, to);
+            for (int64_t row = 0; row < rows_at_once; row += n_rows) {
+                run_rows<vectors, n_rows>(c, gates, head, sequence, begin + row, first, end, from + row * size,
+                                          to + row * size);
             }
             from = to;
         }
