@@ -19,6 +19,7 @@ constexpr int lanes = 8;
 
 typedef float Floats __attribute__((vector_size(lanes * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(lanes * sizeof(float))));
+typedef uint32_t Words __attribute__((vector_size(lanes * sizeof(float)))); // may wrap around
 
 inline Floats all(float value) {
     return Floats{} + value;
@@ -97,9 +98,9 @@ inline Floats power_of_two(Floats x, float high) {
         p = multiply_add(p, r, all(c));
     }
     const Floats offset = all(high) + magic;
-    Ints bits;
-    Ints exponent;
-    Ints base;
+    Words bits;
+    Words exponent;
+    Words base;
     std::memcpy(&bits, &p, sizeof(bits));
     std::memcpy(&exponent, &shifted, sizeof(exponent));
     std::memcpy(&base, &offset, sizeof(base));
