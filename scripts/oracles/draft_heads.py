@@ -139,7 +139,7 @@ def as_package(config: dict[str, Any]) -> dict[str, Any]:
 def load_heads(folder: pathlib.Path, n_vocab: int) -> Heads:
     """The heads of a folder; plain ones where it has none."""
     config = json.loads((folder / "config.json").read_text())
-    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items()}
+    tensors = load_file(folder / "model.safetensors")
     draft_ids = None
     if "d2t" in tensors:
         draft_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
