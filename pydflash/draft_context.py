@@ -95,7 +95,7 @@ class DraftContext(NativeHandle):
 
         Args:
             model: the drafter.
-            k_type, v_type: storage, one of f32 f16 q8_0; "auto": f32 on a CPU, f16 elsewhere.
+            k_type, v_type: storage, one of f32 f16 q8_0 q4_0; "auto": f32 on a CPU, f16 elsewhere.
             full_rows: context rows that layers without a window keep.
             slack: extra rows of layers with a window, so that a rewind of as many tokens loses nothing.
 

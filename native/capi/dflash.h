@@ -460,7 +460,7 @@ DFLASH_API dflash_status dflash_draft_model_heads(const dflash_draft_model * mod
 typedef struct dflash_draft_context_options {
     uint32_t struct_size;
     int32_t slack;       /* extra rows of sliding layers */
-    const char * k_type; /* f32 f16 q8_0; NULL: f32 on a CPU, f16 elsewhere */
+    const char * k_type; /* f32 f16 q8_0 q4_0; NULL: f32 on a CPU, f16 elsewhere */
     const char * v_type;
     int64_t full_rows; /* context rows that full-attention layers keep */
 } dflash_draft_context_options;

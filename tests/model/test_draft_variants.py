@@ -14,7 +14,7 @@ from support.goldens import GOLDENS, step_golden
 from support.models import DRAFTERS, MODELS, quantize_gguf
 
 import pydflash
-from pydflash import SamplingOptions
+from pydflash import EngineOptions, SamplingOptions
 
 Target = Callable[[str], pydflash.TargetModel]
 Drafter = Callable[[str], pydflash.DraftModel]
@@ -381,3 +381,28 @@ def test_the_chain_starts_where_the_file_says(f32_target: Target, f32_path: Path
     wrong_texts, lengths = decode(target, wrong, greedy)
     assert wrong_texts == right_texts
     assert sum(map(len, lengths)) > 1.3 * sum(map(len, right))
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_the_engine_ends_chains_by_chances(
+    f32_target: Target, f32_drafter: Drafter, prompts: list[list[int]], name: str
+) -> None:
+    """With dear rows the policy lets the drafter end chains; the text is that of plain decoding."""
+    options = EngineOptions(
+        n_ctx=512, k_type="f32", v_type="f32", draft_k_type="f32", draft_v_type="f32", n_threads=1, max_verify=16
+    )
+    with pydflash.Engine.open(f32_target("nano"), f32_drafter(name), options) as engine:
+        policy = engine.width_policy
+        assert policy is not None
+        for ids in prompts[:2]:
+            plain = engine.generate(ids, SamplingOptions(max_tokens=64, width=1, temperature=0.0))
+            for width in policy.widths:
+                for _ in range(30):  # nearly free up to four rows, dear beyond
+                    policy.measured(width, 1.0 if width <= 4 else 1.0 + 0.05 * width)
+            ours = engine.generate(ids, SamplingOptions(max_tokens=64, temperature=0.0))
+            assert ours.token_ids == plain.token_ids
+            assert ours.stats.proposed > 0
+            fixed = engine.generate(ids, SamplingOptions(max_tokens=64, width=8, temperature=0.0))
+            assert fixed.token_ids == plain.token_ids
+            assert set(fixed.stats.widths) - {8} <= {1, 2, 3, 4, 5, 6, 7}  # only the end of the budget is narrower
+            assert fixed.stats.widths[8] >= 5
