@@ -44,6 +44,12 @@ stepped d-swa --layers 3 --window 24 --teach 90
 stepped d2-part --kind dflash2 --teach 130
 stepped ds-part --kind dspark --teach 120
 
+# A drafter for long contexts, of nano with a short memory.
+py shorten_memory.py "$work/nano" "$work/forgetful"
+py make_tiny_draft.py "$work/forgetful" "$work/d-long" --size large --window 24 --all-sliding --teach 45
+py hf_to_gguf.py "$llama_cpp" "$work/d-long" "$out/models/d-long-bf16.gguf" --target "$work/forgetful"
+py reference_draft.py steps "$work/forgetful" "$work/d-long" "$out/goldens/d-long.json"
+
 # Drafters with golden block logits, for the nano target; all hold the same weights under different configs.
 block() {
     py make_tiny_draft.py "$work/nano" "$out/drafters/$1" "${@:3}"

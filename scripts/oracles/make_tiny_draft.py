@@ -8,7 +8,8 @@ The network is the reference package's own class (PyPI `dflash`), so names and s
 they are exact in bfloat16 and float16, so every file form holds the same numbers. A random drafter accepts nothing:
 --teach trains it on the target's own greedy text after the tiny prompts, until it accepts blocks in part.
 
---window makes every layer but the last a sliding one; --yarn scales rotary positions by 4 from ORIGINAL_LENGTH.
+--window makes every layer but the last a sliding one, with --all-sliding the last one too; --yarn scales rotary
+positions by 4 from ORIGINAL_LENGTH.
 --kind dspark has a Markov and a confidence head and proposes from the anchor on. --draft-vocab gives the drafter an
 output head of its own over N of the target's tokens. --speculators writes the configuration in that package's form,
 which proposes from the masks.
@@ -56,7 +57,7 @@ def draft_config(target: Any, args: argparse.Namespace) -> Qwen3Config:
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         num_hidden_layers=args.layers,
-        layer_types=[inner] * (args.layers - 1) + ["full_attention"],
+        layer_types=[inner] * (args.layers - 1) + [inner if args.all_sliding else "full_attention"],
         use_sliding_window=window is not None,
         sliding_window=window,
         max_window_layers=0 if window else args.layers,
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=["dflash", "dflash2", "dspark"], default="dflash")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--all-sliding", action="store_true")
     parser.add_argument("--causal", choices=["yes", "no"])
     parser.add_argument("--yarn", type=int, default=0)
     parser.add_argument("--draft-vocab", type=int, default=0)
