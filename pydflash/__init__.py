@@ -5,7 +5,7 @@ from pydflash.decoder import Decoder
 from pydflash.devices import DeviceInfo, WorkCounters, devices, own_kernel_counts, own_kernel_rows, work_counters
 from pydflash.draft_context import DraftContext, DraftContextState, DraftTree, Proposal
 from pydflash.draft_feature_mirror import DraftFeatureMirror, MirrorState
-from pydflash.draft_model import DraftConfig, DraftModel
+from pydflash.draft_model import DraftConfig, DraftHeads, DraftModel
 from pydflash.engine import Engine
 from pydflash.errors import (
     BusyError,
@@ -65,6 +65,7 @@ __all__ = [
     "DraftContext",
     "DraftContextState",
     "DraftFeatureMirror",
+    "DraftHeads",
     "DraftModel",
     "DraftTree",
     "Engine",

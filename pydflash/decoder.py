@@ -285,6 +285,22 @@ class Decoder(NativeHandle):
                 check(status, err, "decoder_step_tree")
             return self._step_result(ptr, err)
 
+    def set_min_chance(self, min_chance: float) -> None:
+        """End chains early from the next step on, in front of the first proposal that hardly stands a chance.
+
+        The chance to be reached and right is the drafter's own word; what is left is rounded up to 2, 4, 8, ... rows.
+        Without effect on the tokens, and with drafters that do not say what their proposals are worth
+        (``DraftModel.config.heads.says_chances``).
+
+        Args:
+            min_chance: 0 to below 1; 0, as at first: chains never end early.
+
+        Raises:
+            InvalidArgumentError: it is outside its limits.
+        """
+        with self._use() as (ptr, err):
+            check(lib.dflash_decoder_min_chance_set(ptr, min_chance, err), err, "decoder_min_chance_set")
+
     def settle(self, n_keep: int = -1) -> None:
         """Commit the step before, its first ``n_keep`` tokens only (negative: all), and wait for the device.
 

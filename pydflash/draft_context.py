@@ -22,11 +22,15 @@ class Proposal:
 
     Attributes:
         ids: proposed tokens in order, int32 [n_proposals].
-        logits: of the drafter, float32 [n_proposals, n_vocab]; None unless asked for.
+        logits: of the drafter, float32 [n_proposals, heads.n_vocab]; None unless asked for. With a Markov head what it
+            adds is in them; a selector's choice is not.
+        chances: how likely the drafter takes each proposal to be right, given those before it, float32 [n_proposals];
+            None for a drafter that does not say.
     """
 
     ids: IntArray
     logits: FloatArray | None
+    chances: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +95,7 @@ class DraftContext(NativeHandle):
 
         Args:
             model: the drafter.
-            k_type, v_type: storage, one of f32 f16 q8_0; "auto": f32 on a CPU, f16 elsewhere.
+            k_type, v_type: storage, one of f32 f16 q8_0 q4_0; "auto": f32 on a CPU, f16 elsewhere.
             full_rows: context rows that layers without a window keep.
             slack: extra rows of layers with a window, so that a rewind of as many tokens loses nothing.
 
@@ -194,7 +198,7 @@ class DraftContext(NativeHandle):
         config = self._model.config
         anchor = as_integer("anchor", anchor, 0)
         ids = np.empty(config.n_proposals, np.int32)
-        out = np.empty((config.n_proposals, self._model.target.n_vocab), np.float32) if logits else None
+        out = np.empty((config.n_proposals, config.heads.n_vocab), np.float32) if logits else None
         c_ids = as_c_array(ids, "int32_t[]", writable=True)
         c_out = as_c_array(out, "float[]", writable=True) if out is not None else NULL
         with self._use() as (ptr, err):
@@ -202,7 +206,13 @@ class DraftContext(NativeHandle):
             check(
                 lib.dflash_draft_context_propose(ptr, anchor, c_ids, c_out, n_logits, err), err, "draft_context_propose"
             )
-        return Proposal(ids, out)
+            if not config.heads.says_chances:
+                return Proposal(ids, out)
+            chances = np.empty(config.n_proposals, np.float32)
+            c_chances = as_c_array(chances, "float[]", writable=True)
+            status = lib.dflash_draft_context_chances(ptr, c_chances, chances.size, err)
+            check(status, err, "draft_context_chances")
+        return Proposal(ids, out, chances)
 
     def propose_tree(self, anchor: int, n_nodes: int) -> DraftTree:
         """Draft a tree of up to ``n_nodes`` tokens behind ``anchor``, best first by the drafter's own probabilities.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 import gguf
+import numpy as np
 from gguf.quants import quantize
 
 from pydflash.draft_folder import DraftFolderConfig, read_draft_config, read_draft_tensors
@@ -37,6 +38,12 @@ _NAMES: Final = {
     "norm": "output_norm",
     "embed_tokens": "token_embd",
     "lm_head": "output",
+    "candidate_selector.predecessor_codebook": "selector_predecessor",
+    "candidate_selector.successor_codebook": "selector_successor",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
 }
 _BLOCK_NAMES: Final = {
     "input_layernorm": "attn_norm",
@@ -50,7 +57,12 @@ _BLOCK_NAMES: Final = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
+_LARGEST_F16: Final = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +152,13 @@ def _add_keys(writer: gguf.GGUFWriter, config: DraftFolderConfig, name: str, dty
     ):
         if value != neutral:
             writer.add_float32(f"{_ARCHITECTURE}.{key}", value)
-    if config.sample_from_anchor:
-        writer.add_bool(f"{_ARCHITECTURE}.sample_from_anchor", True)
+    if config.sample_from_anchor or config.is_dspark:
+        writer.add_bool(f"{_ARCHITECTURE}.sample_from_anchor", config.sample_from_anchor)
+    if config.selector_rank:
+        writer.add_uint32(f"{_ARCHITECTURE}.conv_kernel_size", config.conv_kernel)
+        writer.add_uint32(f"{_ARCHITECTURE}.conv_group_size", config.conv_group)
+        writer.add_uint32(f"{_ARCHITECTURE}.selector_rank", config.selector_rank)
+        writer.add_uint32(f"{_ARCHITECTURE}.selector_top_k", config.selector_top_k)
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: DraftFolderConfig) -> None:
@@ -190,10 +207,19 @@ def _add_tensors(
     done = 0
     for path in files:
         for name, values in read_draft_tensors(path):
-            wanted, _ = _TYPES["f32" if values.ndim == 1 else dtype]
+            if (stem := name.removeprefix("model.")) in ("d2t", "t2d"):
+                if stem == "d2t":  # stored as distances; t2d says nothing that it does not
+                    ids = values.astype(np.int64) + np.arange(values.size, dtype=np.int64)
+                    writer.add_tensor("d2t", ids, raw_dtype=gguf.GGMLQuantizationType.I64)
+                    types["i64"] = 1
+                continue
+            wanted, _ = _TYPES[dtype if values.ndim == 2 else "f32"]
             block, _ = gguf.GGML_QUANT_SIZES[wanted]
             if values.shape[-1] % block:
                 wanted = gguf.GGMLQuantizationType.F16
+            if wanted == gguf.GGMLQuantizationType.F16 and not np.abs(values).max(initial=0) <= _LARGEST_F16:
+                largest = np.abs(values).max()
+                raise UnsupportedModelError(f"tensor {name} holds {largest:g}, f16 ends at {_LARGEST_F16:g}")
             writer.add_tensor(_name_of(name), quantize(values, wanted), raw_dtype=wanted)
             types[wanted.name.lower()] = types.get(wanted.name.lower(), 0) + 1
             done = min(total, done + values.size * 2)
@@ -203,7 +229,8 @@ def _add_tensors(
 
 
 def _name_of(name: str) -> str:
-    stem = name.removeprefix("model.").removesuffix(".weight")
+    suffix = "bias" if name.endswith("confidence_head.proj.bias") else "weight"
+    stem = name.removeprefix("model.").removesuffix(f".{suffix}")
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
         short = _BLOCK_NAMES.get(match[2])
         stem = f"blk.{match[1]}.{short}" if short else ""
@@ -211,4 +238,4 @@ def _name_of(name: str) -> str:
         stem = _NAMES.get(stem, "")
     if not stem:
         raise UnsupportedModelError(f"tensor {name} is not part of a DFlash drafter that this version runs")
-    return f"{stem}.weight"
+    return stem if stem.endswith("_conv_base") else f"{stem}.{suffix}"

@@ -7,12 +7,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import safetensors
 
 from pydflash.errors import FormatError, InvalidArgumentError, UnsupportedModelError
+
+_QWEN3_HEAD_DIM: Final = 128
+_MAPS: Final = {"I64": "<i8", "I32": "<i4", "BOOL": "?"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,16 @@ class DraftFolderConfig:
     logit_scale: float
     final_logit_softcapping: float
     sample_from_anchor: bool
+    is_dspark: bool = False
+    conv_kernel: int = 0
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+
+
+_ARCHITECTURES: Final = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator")
+_DSPARK: Final = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator")
+_INNER: Final = "transformer_layer_config"  # where speculators' form keeps the network's sizes
 
 
 class _Settings:
@@ -70,11 +84,12 @@ class _Settings:
 
     def find(self, *names: str) -> object:
         for name in names:
-            value: object = self._values
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None:
-                return value
+            for root in (self._values, self._values.get(_INNER)):
+                value: object = root
+                for part in name.split("."):
+                    value = value.get(part) if isinstance(value, dict) else None
+                if value is not None:
+                    return value
         return None
 
     def integer(self, *names: str, default: int | None = None) -> int:
@@ -114,8 +129,12 @@ def read_draft_config(folder: Path) -> DraftFolderConfig:
     """
     s = _Settings(folder / "config.json")
     architectures = s.items("architectures")
-    if architectures[:1] != ["DFlashDraftModel"]:
-        raise UnsupportedModelError(f"{s.path}: architectures is {architectures!r}, expected ['DFlashDraftModel']")
+    architecture = architectures[0] if architectures else None
+    if architecture not in (*_ARCHITECTURES, *_DSPARK):
+        known = ", ".join((*_ARCHITECTURES, *_DSPARK))
+        raise UnsupportedModelError(f"{s.path}: architectures is {architectures!r}, expected one of {known}")
+    if (head := s.text("markov_head_type", default="vanilla")) != "vanilla":
+        raise UnsupportedModelError(f"{s.path}: markov_head_type {head!r} is not supported, only 'vanilla'")
     if s.find("attention_bias"):
         raise UnsupportedModelError(f"{s.path}: attention_bias is not supported")
     if (activation := s.text("hidden_act", default="silu")) != "silu":
@@ -123,14 +142,22 @@ def read_draft_config(folder: Path) -> DraftFolderConfig:
     n_layer, n_head = s.integer("num_hidden_layers"), s.integer("num_attention_heads")
     n_embd = s.integer("hidden_size")
     taps = [layer for layer in s.items("dflash_config.target_layer_ids", "target_layer_ids") if isinstance(layer, int)]
-    causal = s.find("is_causal", "dflash_config.is_causal")
+    taps = taps or [layer - 1 for layer in s.items("aux_hidden_state_layer_ids") if isinstance(layer, int)]
+    causal = s.find("is_causal", "dflash_config.is_causal", "dflash_config.causal")
+    if causal is None and s.find("sliding_window_non_causal"):
+        causal = False
+    nested, second = s.find(_INNER) is not None, architecture == "DFlash2DraftModel"
+
+    def of_second(name: str) -> int:
+        return s.integer(f"dflash_config.{name}", name) if second else 0
+
     return DraftFolderConfig(
         n_layer=n_layer,
         n_embd=n_embd,
         n_ff=s.integer("intermediate_size"),
         n_head=n_head,
         n_head_kv=s.integer("num_key_value_heads", default=n_head),
-        head_dim=s.integer("head_dim", default=n_embd // n_head),
+        head_dim=s.integer("head_dim", default=_QWEN3_HEAD_DIM if nested else n_embd // n_head),
         n_vocab=s.integer("vocab_size", default=0),
         rms_eps=s.number("rms_norm_eps", default=1e-6),
         max_positions=s.integer("max_position_embeddings", default=0),
@@ -145,8 +172,18 @@ def read_draft_config(folder: Path) -> DraftFolderConfig:
         final_logit_softcapping=s.number(
             "dflash_config.final_logit_softcapping", "final_logit_softcapping", default=0.0
         ),
-        sample_from_anchor=bool(s.find("dflash_config.sample_from_anchor", "sample_from_anchor")),
+        sample_from_anchor=_from_anchor(s, architecture in _DSPARK and not nested),
+        is_dspark=architecture in _DSPARK,
+        conv_kernel=of_second("conv_kernel_size"),
+        conv_group=of_second("conv_group_size"),
+        selector_rank=of_second("selector_rank"),
+        selector_top_k=of_second("selector_top_k"),
     )
+
+
+def _from_anchor(s: _Settings, usual: bool) -> bool:
+    value = s.find("dflash_config.sample_from_anchor", "sample_from_anchor")
+    return usual and s.find("aux_hidden_state_layer_ids") is None if value is None else bool(value)
 
 
 def _default_taps(s: _Settings, n_layer: int) -> tuple[int, ...]:
@@ -193,8 +230,8 @@ def _rope(s: _Settings) -> RopeSettings:
     )
 
 
-def read_draft_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Name and values of every tensor of a .safetensors file, widened to float32.
+def read_draft_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+    """Name and values of every tensor of a .safetensors file, widened to float32; maps of tokens as they are.
 
     Raises:
         FormatError: the file is damaged. UnsupportedModelError: a tensor is not F32, F16 or BF16.
@@ -213,6 +250,9 @@ def read_draft_tensors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.float32
             values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
         elif dtype in ("F16", "F32"):
             values = np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
+        elif dtype in _MAPS and name.removeprefix("model.") in ("d2t", "t2d"):
+            yield name, np.frombuffer(data, _MAPS[str(dtype)]).reshape(shape)
+            continue
         else:
             raise UnsupportedModelError(f"{path}: tensor {name} has dtype {dtype}, expected F32, F16 or BF16")
         yield name, values.reshape(shape)

@@ -15,6 +15,32 @@ from pydflash.target_model import TargetModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHeads:
+    """What a drafter has beyond a plain DFlash network; 0 and False: not there.
+
+    Attributes:
+        n_vocab: tokens that it proposes from; fewer than the target's with a reduced vocabulary.
+        conv_kernel, conv_group: DFlash2: taps of its convolutions along the block, channels that share a dynamic tap.
+        selector_rank, selector_top_k: DFlash2: width of its codebooks, candidates that it chooses from.
+        markov_rank: DSpark: width of the head that looks at the token before.
+        has_confidence: DSpark: a head says how likely each proposal is right.
+    """
+
+    n_vocab: int
+    conv_kernel: int
+    conv_group: int
+    selector_rank: int
+    selector_top_k: int
+    markov_rank: int
+    has_confidence: bool
+
+    @property
+    def says_chances(self) -> bool:
+        """The drafter says for each proposal how likely it is right."""
+        return self.selector_rank > 0 or self.markov_rank > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """Geometry of a drafter, the same whatever form its file has.
 
@@ -31,6 +57,7 @@ class DraftConfig:
         rope_theta, rope_freq_scale, rope_ext_factor, rope_attn_factor, rope_n_ctx_orig: of its rotary positions.
         rms_eps, embedding_scale, logit_scale: as in the file; final_logit_softcapping: 0 is off.
         weight_bytes: memory of the weights on the device.
+        heads: what it has beyond a plain network.
     """
 
     form: str
@@ -59,6 +86,7 @@ class DraftConfig:
     logit_scale: float
     final_logit_softcapping: float
     weight_bytes: int
+    heads: DraftHeads
 
 
 _NUMBERS: Final = (
@@ -66,6 +94,9 @@ _NUMBERS: Final = (
     *("n_taps", "rope_theta", "rope_freq_scale", "rope_ext_factor", "rope_attn_factor", "rope_n_ctx_orig", "rms_eps"),
     *("embedding_scale", "logit_scale", "final_logit_softcapping", "weight_bytes"),
 )
+
+
+_HEAD_NUMBERS: Final = ("n_vocab", "conv_kernel", "conv_group", "selector_rank", "selector_top_k", "markov_rank")
 
 
 class DraftModel(NativeHandle):
@@ -87,9 +118,10 @@ class DraftModel(NativeHandle):
         with use(target) as (target_ptr, err):
             check(lib.dflash_draft_model_open(out, name, on, stored, target_ptr, err), err, "draft_model_open")
         self._adopt(out[0], lib.dflash_draft_model_free, target)
-        info = ffi.new("dflash_draft_info *")
+        info, heads = ffi.new("dflash_draft_info *"), ffi.new("dflash_draft_heads *")
         with self._use() as (ptr, err):
             check(lib.dflash_draft_model_info(ptr, info, err), err, "draft_model_info")
+            check(lib.dflash_draft_model_heads(ptr, heads, err), err, "draft_model_heads")
         self._digest = text_of(info.digest)
         self._device = text_of(info.device)
         shown = min(info.n_layer, len(info.windows))
@@ -100,6 +132,9 @@ class DraftModel(NativeHandle):
             causal=tuple(bool(flag) for flag in info.causal[0:shown]),
             sample_from_anchor=bool(info.sample_from_anchor),
             has_own_head=bool(info.has_own_head),
+            heads=DraftHeads(
+                has_confidence=bool(heads.has_confidence), **{name: getattr(heads, name) for name in _HEAD_NUMBERS}
+            ),
             **{name: getattr(info, name) for name in _NUMBERS},
         )
 
@@ -131,8 +166,9 @@ class DraftModel(NativeHandle):
 
     def _facts(self) -> str:
         c = self._config
+        kind = "DFlash2, " if c.heads.selector_rank else "DSpark, " if c.heads.markov_rank else ""
         return (
-            f"{self._path.name!r}: {c.form}, {c.n_layer} layers, blocks of {c.block_size}, features of layers "
+            f"{self._path.name!r}: {c.form}, {kind}{c.n_layer} layers, blocks of {c.block_size}, features of layers "
             f"{', '.join(map(str, c.target_layer_ids))}, {c.weight_bytes / 2**20:.1f} MiB on {self._device}"
         )
 

@@ -145,8 +145,11 @@ class Request:
     _emitted: int = field(init=False, default=0)
     _last_tokens: int = field(init=False, default=0)
     _drafted_before: bool = field(init=False, default=False)
+    _says_chances: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        context = self.decoder.draft_context
+        self._says_chances = context is not None and context.model.config.heads.says_chances
         self._answer = AnswerText(self.tokenizer, self.options.stop)
         self._widths, self._trees = Counter(), Counter()
 
@@ -211,11 +214,19 @@ class Request:
         if shape.tree:
             result = self.decoder.step_tree(shape.tree, budget)
         else:
+            if self._says_chances:
+                self.decoder.set_min_chance(self._least_chance(shape.width))
             result = self.decoder.step(shape.width, budget, mask=mask)
         ms = (time.perf_counter() - begun) * 1e3
         self._note(result, shape, ms, result.commit_ms + result.append_ms if self._drafted_before else 0.0)
         self._drafted_before = result.n_proposed > 0
         return result
+
+    def _least_chance(self, width: int) -> float:
+        """A drafter that says what its proposals are worth ends a chain of a width that was not asked for."""
+        if self.policy is None or self.options.width is not None:
+            return 0.0
+        return self.policy.least_chance(width)
 
     def _checkpoint(self) -> None:
         if self.checkpoint is not None:

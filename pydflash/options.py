@@ -18,7 +18,7 @@ from pydflash.errors import InvalidArgumentError
 
 CacheType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 """How a target cache stores keys or values."""
-DraftCacheType: TypeAlias = Literal["auto", "f32", "f16", "q8_0"]
+DraftCacheType: TypeAlias = Literal["auto", "f32", "f16", "q8_0", "q4_0"]
 """How a draft context stores keys or values."""
 FeatureType: TypeAlias = Literal["f32", "f16", "bf16"]
 """How a target cache stores captured features."""
@@ -254,8 +254,8 @@ class EngineOptions:
             chain or plain, whichever promises most tokens for its cost; a number from 1 to 64 makes that the only tree
             to choose. Trees need memory for their graphs, and max_verify grows to hold them.
         fa_window: full-attention layers see only the newest fa_window keys; 0: all.
-        draft_k_type, draft_v_type: storage of the drafter's context, one of f32 f16 q8_0. "auto" is f32 on a CPU, where
-            attention over many rows is fastest in it, and f16 elsewhere.
+        draft_k_type, draft_v_type: storage of the drafter's context, one of f32 f16 q8_0 q4_0. "auto" is f32 on a
+            CPU, where attention over many rows is fastest in it, and f16 elsewhere.
         draft_full_rows: context rows that full-attention layers of the drafter keep.
         draft_slack: extra rows of the drafter's sliding layers.
         on_draft_failure: "error" raises it, "autoregressive" logs it and goes on without the drafter.

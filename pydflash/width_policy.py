@@ -240,6 +240,19 @@ class WidthPolicy:
         """Cost of a step of this width in plain steps."""
         return self._costs.relative(width)
 
+    def least_chance(self, width: int) -> float:
+        """How likely a proposal must be reached and right for its row to pay in a chain of this width.
+
+        With E tokens for a cost C, a row that costs c more and brings a token with chance s is worth having while
+        (E + s) / (C + c) >= E / C, which is s >= c E / C. At most 0.5, so that a bad measurement ends no chain that is
+        likely right.
+        """
+        narrower = max((other for other in self.widths if other < width), default=width)
+        if narrower == width:
+            return 0.0
+        row = (self.cost(width) - self.cost(narrower)) / (width - narrower)
+        return min(max(row * self.expected_tokens(width) / self.cost(width), 0.0), 0.5)
+
     def choose(self, limit: int) -> int:
         """Width of the next step: one of ``widths``, at most ``limit`` (tokens still wanted, or room left).
 

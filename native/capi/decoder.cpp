@@ -270,6 +270,13 @@ dflash_status dflash_decoder_step_tree(dflash_decoder * decoder, int32_t n_nodes
     });
 }
 
+dflash_status dflash_decoder_min_chance_set(dflash_decoder * decoder, float min_chance, dflash_error * err) {
+    return guard(err, [&] {
+        const Use<dflash_decoder> use(decoder);
+        use->decoder->set_min_chance(min_chance);
+    });
+}
+
 dflash_status dflash_decoder_settle(dflash_decoder * decoder, int64_t n_keep, dflash_error * err) {
     return guard(err, [&] {
         const UseAll use(decoder);

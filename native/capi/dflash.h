@@ -443,10 +443,24 @@ DFLASH_API void dflash_draft_model_free(dflash_draft_model * model);
 DFLASH_API dflash_status dflash_draft_model_info(const dflash_draft_model * model, dflash_draft_info * info,
                                                  dflash_error * err);
 
+/* What a drafter has beyond a plain network; 0: not there. */
+typedef struct dflash_draft_heads {
+    int32_t n_vocab;        /* tokens that it proposes from; the target's unless it has a smaller vocabulary */
+    int32_t conv_kernel;    /* DFlash2: taps of its convolutions along the block */
+    int32_t conv_group;     /* channels that share a tap's dynamic part */
+    int32_t selector_rank;  /* DFlash2: width of the selector's codebooks */
+    int32_t selector_top_k; /* candidates that it chooses from */
+    int32_t markov_rank;    /* DSpark: width of the Markov head */
+    int32_t has_confidence; /* DSpark: 1 with a confidence head */
+} dflash_draft_heads;
+
+DFLASH_API dflash_status dflash_draft_model_heads(const dflash_draft_model * model, dflash_draft_heads * heads,
+                                                  dflash_error * err);
+
 typedef struct dflash_draft_context_options {
     uint32_t struct_size;
     int32_t slack;       /* extra rows of sliding layers */
-    const char * k_type; /* f32 f16 q8_0; NULL: f32 on a CPU, f16 elsewhere */
+    const char * k_type; /* f32 f16 q8_0 q4_0; NULL: f32 on a CPU, f16 elsewhere */
     const char * v_type;
     int64_t full_rows; /* context rows that full-attention layers keep */
 } dflash_draft_context_options;
@@ -487,6 +501,11 @@ DFLASH_API dflash_status dflash_draft_context_propose(dflash_draft_context * con
 DFLASH_API dflash_status dflash_draft_context_propose_tree(dflash_draft_context * context, int32_t anchor,
                                                            int32_t n_nodes, int32_t * tokens, int32_t * parents,
                                                            float * scores, int32_t * n, dflash_error * err);
+/* How likely the drafter itself takes each proposal of the last draft to be right, given those before it: float32
+ * [n_values], n_values at most those that were drafted. UNSUPPORTED for a drafter without confidence head, Markov head
+ * or selector. */
+DFLASH_API dflash_status dflash_draft_context_chances(dflash_draft_context * context, float * chances, int64_t n_values,
+                                                      dflash_error * err);
 DFLASH_API dflash_status dflash_draft_context_rewind(dflash_draft_context * context, int64_t position,
                                                      dflash_error * err);
 DFLASH_API dflash_status dflash_draft_context_reset(dflash_draft_context * context, int64_t position,
@@ -829,6 +848,11 @@ DFLASH_API dflash_status dflash_decoder_prefill_masked(dflash_decoder * decoder,
 DFLASH_API dflash_status dflash_decoder_step_masked(dflash_decoder * decoder, int32_t width, int64_t budget,
                                                     dflash_mask_fn mask, void * user, dflash_step_result * result,
                                                     dflash_error * err);
+/* From the next step on a chain ends in front of the first proposal whose chance to be reached and right, by the
+ * drafter's own word, is below min_chance, then rounded up to 2, 4, 8, ... rows. 0, as at first: it never does. Without
+ * effect on drafters that do not say what their proposals are worth, and on the tokens that come out. INVALID unless
+ * 0 <= min_chance < 1. */
+DFLASH_API dflash_status dflash_decoder_min_chance_set(dflash_decoder * decoder, float min_chance, dflash_error * err);
 
 /* cdef: end. */
 

@@ -64,6 +64,22 @@ dflash_status dflash_draft_model_info(const dflash_draft_model * model, dflash_d
     });
 }
 
+dflash_status dflash_draft_model_heads(const dflash_draft_model * model, dflash_draft_heads * heads,
+                                       dflash_error * err) {
+    return guard(err, [&] {
+        dflash_draft_heads & h = output(heads, "heads");
+        const auto handle = borrow(model);
+        const DraftConfig & c = handle->model->config();
+        h.n_vocab = handle->model->n_vocab_draft();
+        h.conv_kernel = c.conv_kernel;
+        h.conv_group = c.conv_group;
+        h.selector_rank = c.selector_rank;
+        h.selector_top_k = c.selector_top_k;
+        h.markov_rank = c.markov_rank;
+        h.has_confidence = c.has_confidence ? 1 : 0;
+    });
+}
+
 void dflash_draft_context_options_init(dflash_draft_context_options * options) {
     if (options != nullptr) {
         *options = {};
@@ -174,6 +190,18 @@ dflash_status dflash_draft_context_propose_tree(dflash_draft_context * context, 
         std::copy(tree.parents.begin(), tree.parents.end(), parents);
         std::copy(tree.scores.begin(), tree.scores.end(), scores);
         *n = static_cast<int32_t>(tree.tokens.size());
+    });
+}
+
+dflash_status dflash_draft_context_chances(dflash_draft_context * context, float * chances, int64_t n_values,
+                                           dflash_error * err) {
+    return guard(err, [&] {
+        const Use<dflash_draft_context> use(context);
+        required(chances, "chances");
+        const std::vector<float> values = use->forward->chances();
+        check(n_values >= 0 && n_values <= static_cast<int64_t>(values.size()), Status::invalid,
+              "%lld chances, want 0 to %zu", static_cast<long long>(n_values), values.size());
+        std::copy(values.begin(), values.begin() + n_values, chances);
     });
 }
 

@@ -22,12 +22,13 @@ struct Choice {
 
 class Builder {
   public:
-    Builder(int32_t anchor, const std::vector<SlotCandidates> & slots, const TreeLimits & limits)
+    Builder(int32_t anchor, const std::vector<SlotChoices> & slots, const TreeLimits & limits)
         : slots_(slots), limits_(limits) {
         tree_.parents.push_back(-1);
         tree_.tokens.push_back(anchor);
         tree_.scores.push_back(0.0f);
         is_inner_.push_back(false);
+        places_.push_back(0);
     }
 
     DraftTree build() {
@@ -64,11 +65,15 @@ class Builder {
         return it == limits_.sizes.end() ? nullptr : &*it;
     }
     int32_t n_nodes() const { return static_cast<int32_t>(tree_.parents.size()) - 1; }
+    const SlotCandidates & behind(int32_t parent, size_t slot) const {
+        const SlotChoices & choices = slots_[slot];
+        return choices.size() == 1 ? choices[0] : choices[static_cast<size_t>(places_[static_cast<size_t>(parent)])];
+    }
     float score_of(int32_t parent, size_t slot, size_t rank) const {
-        return tree_.scores[static_cast<size_t>(parent)] + slots_[slot].logprobs[rank];
+        return tree_.scores[static_cast<size_t>(parent)] + behind(parent, slot).logprobs[rank];
     }
     void offer(int32_t parent, size_t slot, size_t rank) {
-        if (slot < slots_.size() && rank < slots_[slot].tokens.size()) {
+        if (slot < slots_.size() && rank < behind(parent, slot).tokens.size()) {
             open_.push({score_of(parent, slot, rank), n_offers_++, parent, slot, rank});
         }
     }
@@ -77,17 +82,20 @@ class Builder {
         is_inner_[static_cast<size_t>(choice.parent)] = true;
         is_inner_.push_back(false);
         tree_.parents.push_back(choice.parent);
-        tree_.tokens.push_back(slots_[choice.slot].tokens[choice.rank]);
+        const SlotCandidates & choices = behind(choice.parent, choice.slot);
+        tree_.tokens.push_back(choices.tokens[choice.rank]);
+        places_.push_back(choice.rank < choices.places.size() ? choices.places[choice.rank] : 0);
         tree_.scores.push_back(choice.score);
         tree_.depth = std::max(tree_.depth, static_cast<int32_t>(choice.slot) + 1);
         return n_nodes();
     }
 
-    const std::vector<SlotCandidates> & slots_;
+    const std::vector<SlotChoices> & slots_;
     TreeLimits limits_;
     DraftTree tree_;
     std::priority_queue<Choice> open_;
-    std::vector<bool> is_inner_; // has a child
+    std::vector<bool> is_inner_;  // has a child
+    std::vector<int32_t> places_; // of a node's token among its slot's candidates
     int32_t n_leaves_ = 1;
     int64_t n_offers_ = 0;
 };
@@ -108,6 +116,7 @@ SlotCandidates sorted_candidates(const int32_t * tokens, const float * values, i
         if (std::find(out.tokens.begin(), out.tokens.end(), tokens[i]) == out.tokens.end()) {
             out.tokens.push_back(tokens[i]);
             out.logprobs.push_back(values[i] - log_normaliser);
+            out.places.push_back(i);
         }
     }
     return out;
@@ -126,6 +135,14 @@ TreeLimits tree_limits(int32_t n_nodes, int32_t n_slots) {
 }
 
 DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & slots, const TreeLimits & limits) {
+    std::vector<SlotChoices> choices;
+    for (const SlotCandidates & slot : slots) {
+        choices.push_back({slot});
+    }
+    return build_draft_tree(anchor, choices, limits);
+}
+
+DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotChoices> & slots, const TreeLimits & limits) {
     check(limits.n_nodes >= 1 && limits.n_nodes <= max_tree_nodes, Status::invalid, "a tree of %d nodes, want 1 to %d",
           limits.n_nodes, max_tree_nodes);
     check(!slots.empty(), Status::invalid, "a tree without slots");
@@ -135,9 +152,19 @@ DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & s
     check(!limits.sizes.empty() && limits.sizes[0].holds(limits.n_seed + 1, 1), Status::invalid,
           "a chain of %d nodes does not fit the tree's first size", limits.n_seed);
     for (size_t i = 0; i < slots.size(); ++i) {
-        check(!slots[i].tokens.empty() && slots[i].tokens.size() == slots[i].logprobs.size(), Status::invalid,
-              "slot %zu has %zu candidates and %zu log-probabilities", i, slots[i].tokens.size(),
-              slots[i].logprobs.size());
+        check(slots[i].size() == 1 || (i > 0 && !slots[i].empty()), Status::invalid,
+              "slot %zu has choices behind %zu candidates", i, slots[i].size());
+        for (const SlotCandidates & choices : slots[i]) {
+            check(!choices.tokens.empty() && choices.tokens.size() == choices.logprobs.size(), Status::invalid,
+                  "slot %zu has %zu candidates and %zu log-probabilities", i, choices.tokens.size(),
+                  choices.logprobs.size());
+            for (const int32_t place : choices.places) {
+                check(i + 1 == slots.size() || slots[i + 1].size() == 1 ||
+                          (place >= 0 && static_cast<size_t>(place) < slots[i + 1].size()),
+                      Status::invalid, "slot %zu has a candidate at place %d, the next slot has choices behind %zu", i,
+                      place, slots[i + 1].size());
+            }
+        }
     }
     return Builder(anchor, slots, limits).build();
 }

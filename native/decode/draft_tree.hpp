@@ -16,7 +16,11 @@ constexpr int32_t tree_candidates = 8;
 struct SlotCandidates {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs; // natural, under the drafter
+    std::vector<int32_t> places; // of each in the slot's own order of candidates, by which the next slot's choices go
 };
+
+/// A slot's tokens by the place of the candidate before it; with one entry they are the same behind all of them.
+using SlotChoices = std::vector<SlotCandidates>;
 
 /// Orders candidates by value, then by id, and turns values (logits) into log-probabilities: log p = value -
 /// log_normaliser. Of equal tokens the best stays. Throws Status::internal when a value is not a number.
@@ -55,6 +59,9 @@ TreeLimits tree_limits(int32_t n_nodes, int32_t n_slots);
 /// the sum of its path's log-probabilities. Equal scores: the one that was found first. Fewer nodes come out only when
 /// the candidates are used up. Throws Status::invalid for limits out of range or a slot without candidates.
 DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotCandidates> & slots, const TreeLimits & limits);
+/// The same with slots that depend on the candidate before them. A slot has one entry, or one for each place of the
+/// slot before it (Status::invalid otherwise); the first slot has one.
+DraftTree build_draft_tree(int32_t anchor, const std::vector<SlotChoices> & slots, const TreeLimits & limits);
 
 /// A tree as sequences: one for each leaf, from the anchor down.
 struct TreeLayout {

@@ -271,6 +271,24 @@ StepResult Decoder::step_alone(int64_t budget) {
     return result;
 }
 
+void Decoder::set_min_chance(float min_chance) {
+    check(min_chance >= 0.0f && min_chance < 1.0f, Status::invalid, "min_chance %g, want 0 to below 1",
+          static_cast<double>(min_chance));
+    min_chance_ = min_chance;
+}
+
+int32_t Decoder::worthy_width(int32_t width) {
+    if (min_chance_ <= 0.0f || !context_->model().config().is_chained()) {
+        return width;
+    }
+    const int32_t wanted = 1 + n_worth_verifying(draft_->chances(), min_chance_);
+    int32_t rows = 2;
+    while (rows < wanted) {
+        rows *= 2;
+    }
+    return std::min(rows, width);
+}
+
 StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
     Stopwatch watch;
     StepResult result;
@@ -282,8 +300,10 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
         append_features();
         result.append_ms = watch.lap_ms();
         draft_->propose(anchor, width - 1);
+        width = worthy_width(width);
         if (!shared_ids) {
             proposals = draft_->proposals();
+            proposals.resize(static_cast<size_t>(width - 1));
         }
     } catch (const Error & error) {
         disable_draft(error);
@@ -297,6 +317,7 @@ StepResult Decoder::step_drafted(int32_t width, int64_t budget) {
         pending_ = target_.verify(nullptr, width, {draft_->verify_ids(), draft_->ids_serial()});
         try {
             proposals = draft_->proposals();
+            proposals.resize(static_cast<size_t>(width - 1));
         } catch (const Error & error) {
             target_.forget_outcome();
             disable_draft(error);

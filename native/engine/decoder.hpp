@@ -78,6 +78,10 @@ class Decoder {
     /// Restricts the draws of the calls that follow; an empty function lifts that. Verified proposals stand only while
     /// they are draws that the mask allows, so the text is that of masked plain decoding.
     void set_mask(RowMask mask);
+    /// From now on a chain ends in front of the first proposal whose chance to be reached and right is below this,
+    /// rounded up to a width of 2, 4, 8, ... rows; 0, as at first: it never does. Only with a drafter that says what
+    /// its proposals are worth. The text does not depend on it. Throws Status::invalid unless 0 <= min_chance < 1.
+    void set_min_chance(float min_chance);
     /// Consumes the anchor and up to width - 1 proposals, emits at least one token and at most `budget`.
     /// width <= 1, or no drafter: plain decoding. Throws Status::capacity when the context is full.
     StepResult step(int32_t width, int64_t budget);
@@ -131,6 +135,8 @@ class Decoder {
     StepResult step_drafted(int32_t width, int64_t budget);
     StepResult step_drafted_tree(int32_t n_nodes, int64_t budget);
     void disable_draft(const Error & error);
+    /// Rows of at most `width` that are worth verifying by the drafter's own word.
+    int32_t worthy_width(int32_t width);
     void count(const StepResult & result);
 
     TargetCache & cache_;
@@ -150,6 +156,7 @@ class Decoder {
     int64_t backlog_ = 1;
     RowMask mask_;
     std::vector<uint32_t> allowed_; // words of the mask in use
+    float min_chance_ = 0.0f;
     VerifyOutcome pending_;
     int64_t pending_rows_ = 0;
     std::vector<int32_t> pending_path_; // of a tree: its nodes, one per pending row

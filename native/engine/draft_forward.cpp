@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "base/error.hpp"
 
@@ -187,6 +188,9 @@ std::vector<int32_t> DraftForward::proposals() {
         check(ids[i] >= 0 && ids[i] < context_.model().target()->config().n_vocab, Status::internal,
               "proposal %zu is %d: the drafter's logits are not numbers", i, ids[i]);
     }
+    if (propose_->chain.chances != nullptr) { // an argmax over broken numbers is a token all the same
+        n_worth_verifying(chances(), 0.0f);
+    }
     return ids;
 }
 
@@ -222,7 +226,61 @@ DraftTree DraftForward::propose_tree(int32_t anchor, int32_t n_nodes) {
           max_tree_nodes);
     const int32_t n_slots = context_.model().config().n_proposals();
     propose(anchor, n_slots, tree_candidates);
-    return build_draft_tree(anchor, candidates(), tree_limits(n_nodes, n_slots));
+    return build_draft_tree(anchor, choices(), tree_limits(n_nodes, n_slots));
+}
+
+std::vector<SlotChoices> DraftForward::choices() {
+    if (!context_.model().config().is_chained()) {
+        std::vector<SlotChoices> slots;
+        for (SlotCandidates & slot : candidates()) {
+            slots.push_back({std::move(slot)});
+        }
+        return slots;
+    }
+    ChainScores scores;
+    scores.chain = proposals();
+    if (context_.model().config().has_confidence) {
+        scores.confidences = chances();
+    }
+    check(propose_->chain.top_ids != nullptr, Status::invalid,
+          "no candidates were asked for since the context changed");
+    const auto guard = context_.model().device()->lock();
+    const ChainResult & chain = propose_->chain;
+    const auto read = [&](ggml_tensor * tensor, auto & values) {
+        values.resize(tensor != nullptr ? static_cast<size_t>(ggml_nelements(tensor)) : 0);
+        if (tensor != nullptr) {
+            propose_->graph->read(tensor, values.data(), 0, values.size() * sizeof(values[0]));
+        }
+    };
+    scores.n_slots = propose_->n_out;
+    scores.n_candidates = chain.n_top;
+    std::vector<float> top_chance;
+    read(chain.top_ids, scores.tokens);
+    read(chain.first, scores.first);
+    read(chain.pairs, scores.pairs);
+    read(chain.top_chance, top_chance);
+    for (const int32_t token : scores.tokens) {
+        check_is_token(token, "candidate");
+    }
+    for (auto it = top_chance.begin(); it != top_chance.end(); it += scores.n_candidates) {
+        scores.shares.push_back(std::accumulate(it, it + scores.n_candidates, 0.0f));
+    }
+    return chained_choices(scores);
+}
+
+void DraftForward::check_is_token(int32_t id, const char * what) const {
+    check(id >= 0 && id < context_.model().target()->config().n_vocab, Status::internal,
+          "a %s is %d: the drafter's logits are not numbers", what, id);
+}
+
+std::vector<float> DraftForward::chances() {
+    check(has_proposals(), Status::invalid, "nothing was proposed since the context changed");
+    check(propose_->chain.chances != nullptr, Status::unsupported,
+          "this drafter has neither a confidence head nor a selector: it does not say what its proposals are worth");
+    const auto guard = context_.model().device()->lock();
+    std::vector<float> out(static_cast<size_t>(propose_->n_out));
+    propose_->graph->read(propose_->chain.chances, out.data(), 0, out.size() * sizeof(float));
+    return out;
 }
 
 std::vector<float> DraftForward::logits() {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "decode/draft_chain.hpp"
 #include "decode/draft_tree.hpp"
 #include "graph/draft_graph.hpp"
 #include "state/draft_context.hpp"
@@ -39,6 +40,11 @@ class DraftForward {
     /// The n_top likeliest tokens of each slot of the last propose(), fewer where the vocabulary is smaller. Throws
     /// Status::internal for logits that are not numbers.
     std::vector<SlotCandidates> candidates();
+    /// The same as a tree's slots; of a drafter whose proposals depend on each other with what stands behind each one.
+    std::vector<SlotChoices> choices();
+    /// The drafter's own estimate for each proposal of the last propose() that it is right, given those before it: of
+    /// a confidence head, else the probability that chose it. Status::unsupported for a drafter without either.
+    std::vector<float> chances();
     /// propose() of every slot, and a tree of up to n_nodes proposals made from it with tree_limits().
     DraftTree propose_tree(int32_t anchor, int32_t n_nodes);
     /// Draft logits of the last propose(), f32 [n_wanted, vocabulary], and hidden rows [n_wanted, n_embd].
@@ -48,6 +54,7 @@ class DraftForward {
     uint64_t graph_bytes() const;
 
   private:
+    void check_is_token(int32_t id, const char * what) const;
     void run_append(ggml_tensor * ring, uint64_t serial, int64_t capacity, const float * features, int64_t base,
                     int64_t n, int64_t end);
     DraftProposeGraph & propose_graph(int32_t n_out, int32_t n_top);

@@ -22,8 +22,9 @@ HfConfig HfConfig::parse(std::string_view text, std::string name) {
     return HfConfig(std::move(name), std::move(root));
 }
 
-const Json * HfConfig::find_one(std::string_view dotted_key) const noexcept {
-    const Json * at = &root_;
+namespace {
+
+const Json * step_down(const Json * at, std::string_view dotted_key) noexcept {
     while (at != nullptr) {
         const size_t dot = dotted_key.find('.');
         at = at->find(dotted_key.substr(0, dot));
@@ -33,6 +34,13 @@ const Json * HfConfig::find_one(std::string_view dotted_key) const noexcept {
         dotted_key.remove_prefix(dot + 1);
     }
     return at == nullptr || at->is_null() ? nullptr : at;
+}
+
+} // namespace
+
+const Json * HfConfig::find_one(std::string_view dotted_key) const noexcept {
+    const Json * value = step_down(&root_, dotted_key);
+    return value != nullptr || inner_key_.empty() ? value : step_down(root_.find(inner_key_), dotted_key);
 }
 
 const Json * HfConfig::find(Keys keys) const noexcept {

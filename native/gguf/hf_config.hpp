@@ -26,6 +26,9 @@ class HfConfig {
     /// The same for a text in memory; `name` stands for the path in messages.
     static HfConfig parse(std::string_view text, std::string name);
 
+    /// Keys that are not there are looked for inside this object too, where it is one.
+    void look_in(std::string key) { inner_key_ = std::move(key); }
+
     const std::string & path() const noexcept { return path_; }
     const Json & root() const noexcept { return root_; }
 
@@ -59,6 +62,7 @@ class HfConfig {
 
     std::string path_;
     Json root_;
+    std::string inner_key_; // empty: none
 };
 
 } // namespace dflash

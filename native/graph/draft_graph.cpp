@@ -107,13 +107,18 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
     built->n_kv = draft_keys(context);
     built->n_out = n_out;
     built->n_top = n_top;
-    built->graph = std::make_unique<Graph>(model.device(), 96 + 64 * static_cast<size_t>(c.n_layer));
+    const size_t n_nodes = 64 + 64 * static_cast<size_t>(c.conv_kernel); // of a layer
+    built->graph = std::make_unique<Graph>(model.device(), 160 + n_nodes * static_cast<size_t>(c.n_layer) +
+                                                               (c.is_chained() ? 32 * static_cast<size_t>(n_out) : 0));
     Graph & graph = *built->graph;
     ggml_context * ctx = graph.ctx();
     const int64_t n = c.block_size;
     const int64_t first = c.sample_from_anchor ? 0 : 1;
-    const auto proposing = [&](ggml_tensor * t) { // the columns of the rows that propose
-        return ggml_view_2d(ctx, t, t->ne[0], n_out, t->nb[1], t->nb[1] * static_cast<size_t>(first));
+    // The last layer runs for the rows that propose, behind a convolution also for those that it looks back to.
+    const int64_t last_begin = c.conv_kernel > 0 ? 0 : first;
+    const int64_t n_last = first + n_out - last_begin;
+    const auto columns = [&](ggml_tensor * t, int64_t begin, int64_t n_columns) {
+        return ggml_view_2d(ctx, t, t->ne[0], n_columns, t->nb[1], t->nb[1] * static_cast<size_t>(begin));
     };
     built->positions = graph.input(GGML_TYPE_I32, "positions", n);
     std::vector<const DraftMask *> mask_of;
@@ -138,14 +143,16 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
     for (int32_t i = 0; i < c.n_layer; ++i) {
         const DraftLayer & l = model.layer(i);
         ggml_tensor * a = build_norm(ctx, x, l.attn_norm, c.rms_eps);
+        const GroupedConv attn_conv(ctx, c, l.attn_conv_base, l.attn_conv_proj, a);
+        a = attn_conv.apply(a, 0);
         ggml_tensor * queries = a;
         ggml_tensor * mask = mask_of[static_cast<size_t>(i)]->tensor();
         ggml_tensor * positions = built->positions;
         if (i + 1 == c.n_layer) {
-            queries = proposing(a);
-            mask = proposing(mask);
-            positions = ggml_view_1d(ctx, positions, n_out, static_cast<size_t>(first) * sizeof(int32_t));
-            x = proposing(x);
+            queries = columns(a, last_begin, n_last);
+            mask = columns(mask, last_begin, n_last);
+            positions = ggml_view_1d(ctx, positions, n_last, static_cast<size_t>(last_begin) * sizeof(int32_t));
+            x = columns(x, last_begin, n_last);
         }
         ggml_tensor * q = ggml_reshape_3d(ctx, build_linear(ctx, l.wq, queries), c.head_dim, c.n_head, queries->ne[1]);
         q = build_rope(ctx, build_norm(ctx, q, l.q_norm, c.rms_eps), positions, c.rope, model.rope_freqs());
@@ -160,15 +167,25 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
         if (context.v_rotation() != nullptr) {
             out = build_rotation(ctx, context.v_rotation(), out);
         }
-        x = ggml_add(ctx, x, build_linear(ctx, l.wo, out));
+        x = ggml_add(ctx, x, attn_conv.apply(build_linear(ctx, l.wo, out), 1));
         ggml_tensor * f = build_norm(ctx, x, l.ffn_norm, c.rms_eps);
+        const GroupedConv ffn_conv(ctx, c, l.ffn_conv_base, l.ffn_conv_proj, f);
+        f = ffn_conv.apply(f, 0);
         f = ggml_swiglu_split(ctx, build_linear(ctx, l.w_gate, f), build_linear(ctx, l.w_up, f));
-        x = ggml_add(ctx, x, build_linear(ctx, l.w_down, f));
+        x = ggml_add(ctx, x, ffn_conv.apply(build_linear(ctx, l.w_down, f), 1));
+    }
+    if (n_last > n_out) {
+        x = columns(x, first, n_out);
     }
     x = build_norm(ctx, x, model.out_norm(), c.rms_eps);
     built->hidden = x;
     graph.keep(x);
     ggml_tensor * logits = build_linear(ctx, model.output(), x);
+    ggml_tensor * anchor = ggml_view_1d(ctx, block_ids, 1, 0);
+    if (c.markov_rank > 0) { // it adds to what the head gives; scaling afterwards changes no order
+        graph.keep(logits);
+        built->chain = build_chain(graph, model, logits, x, anchor, n_top);
+    }
     if (c.logit_scale != 1.0f) {
         logits = ggml_scale(ctx, logits, c.logit_scale);
     }
@@ -178,15 +195,21 @@ std::unique_ptr<DraftProposeGraph> build_draft_propose_graph(const DraftContext 
     }
     built->logits = logits;
     graph.keep(logits);
-    ggml_tensor * ids = ggml_argmax(ctx, logits);
-    if (model.d2t() != nullptr) {
-        ids = ggml_reshape_1d(ctx, ggml_get_rows(ctx, model.d2t(), ids), n_out);
+    if (c.selector_rank > 0) {
+        built->chain = build_chain(graph, model, logits, x, anchor, n_top);
+    }
+    ggml_tensor * ids = built->chain.ids;
+    if (ids == nullptr) {
+        ids = ggml_argmax(ctx, logits);
+        if (model.d2t() != nullptr) {
+            ids = ggml_reshape_1d(ctx, ggml_get_rows(ctx, model.d2t(), ids), n_out);
+        }
+        graph.keep(ids);
+        if (n_top > 0) {
+            add_candidates(graph, model, n_top, *built);
+        }
     }
     built->ids = ids;
-    graph.keep(ids);
-    if (n_top > 0) {
-        add_candidates(graph, model, n_top, *built);
-    }
     graph.expand(ggml_cpy(ctx, ggml_view_1d(ctx, block_ids, 1, 0), ggml_view_1d(ctx, verify_ids, 1, 0)));
     graph.expand(ggml_cpy(ctx, ids, ggml_view_1d(ctx, verify_ids, n_out, sizeof(int32_t))));
     graph.finish("draft proposal");

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "graph/draft_heads.hpp"
 #include "graph/draft_mask.hpp"
 #include "graph/target_blocks.hpp"
 #include "state/draft_context.hpp"
@@ -36,8 +37,9 @@ struct DraftProposeGraph {
     ggml_tensor * logits = nullptr; // f32 [vocabulary, n_out]
     ggml_tensor * hidden = nullptr; // f32 [n_embd, n_out], normed
     ggml_tensor * ids = nullptr;    // i32 [n_out], target ids
+    ChainResult chain;              // of a drafter whose proposals depend on each other; its ids are the ones above
     int32_t n_top = 0;
-    ggml_tensor * top_ids = nullptr;    // i32 [n_top * n_out], target ids, no order in a slot; null for n_top 0
+    ggml_tensor * top_ids = nullptr;    // i32 [n_top * n_out], target ids, no order in a slot; null for n_top 0, chains
     ggml_tensor * top_values = nullptr; // f32 [2 * n_top, n_out]: their logits, then their probabilities
 };
 

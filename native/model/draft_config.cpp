@@ -10,6 +10,7 @@ namespace dflash {
 namespace {
 
 constexpr int32_t max_block = 64;
+constexpr int32_t qwen3_head_dim = 128;
 
 /// Sliding layers are causal inside the block and full layers are not, unless the file has an explicit key.
 void set_causality(DraftConfig & c, int explicit_causal) {
@@ -177,28 +178,27 @@ bool DraftConfig::operator==(const DraftConfig & o) const {
            block_size == o.block_size && mask_token_id == o.mask_token_id && target_layer_ids == o.target_layer_ids &&
            windows == o.windows && causal == o.causal && embedding_scale == o.embedding_scale &&
            logit_scale == o.logit_scale && final_logit_softcapping == o.final_logit_softcapping &&
-           sample_from_anchor == o.sample_from_anchor;
+           sample_from_anchor == o.sample_from_anchor && n_vocab_draft == o.n_vocab_draft &&
+           conv_kernel == o.conv_kernel && conv_group == o.conv_group && selector_rank == o.selector_rank &&
+           selector_top_k == o.selector_top_k && markov_rank == o.markov_rank && has_confidence == o.has_confidence &&
+           confidence_sees_previous == o.confidence_sees_previous;
 }
 
 DraftConfig read_draft_config_hf(const HfConfig & f) {
     DraftConfig c;
     c.form = "huggingface";
-    const std::vector<std::string> architectures = f.strings_or({"architectures"}, {}, 16);
-    const std::string arch = architectures.empty() ? "" : architectures.front();
-    check(arch != "DFlash2DraftModel", Status::unsupported,
-          "%s: DFlash2 drafters (dynamic convolutions, candidate selector) are not supported", f.path().c_str());
-    check(arch == "DFlashDraftModel", Status::unsupported, "%s: architecture \"%s\", want DFlashDraftModel",
-          f.path().c_str(), arch.c_str());
     check(!f.bool_or({"attention_bias"}, false), Status::unsupported, "%s: attention_bias is not supported",
           f.path().c_str());
     const std::string act = f.string_or({"hidden_act"}, "silu");
     check(act == "silu", Status::unsupported, "%s: hidden_act \"%s\", want silu", f.path().c_str(), act.c_str());
+    const bool nested = f.find({"transformer_layer_config"}) != nullptr; // it leaves out what is a default of its class
     c.n_layer = static_cast<int32_t>(f.require_int({"num_hidden_layers"}, 1, 1024));
     c.n_embd = static_cast<int32_t>(f.require_int({"hidden_size"}, 1, 131072));
     c.n_ff = static_cast<int32_t>(f.require_int({"intermediate_size"}, 1, 524288));
     c.n_head = static_cast<int32_t>(f.require_int({"num_attention_heads"}, 1, 1024));
     c.n_head_kv = static_cast<int32_t>(f.int_or({"num_key_value_heads"}, c.n_head, 1, c.n_head));
-    c.head_dim = static_cast<int32_t>(f.int_or({"head_dim"}, std::max(1, c.n_embd / c.n_head), 2, 1024));
+    c.head_dim = static_cast<int32_t>(
+        f.int_or({"head_dim"}, nested ? qwen3_head_dim : std::max(1, c.n_embd / c.n_head), 2, 1024));
     c.n_vocab = static_cast<int32_t>(f.int_or({"vocab_size"}, 0, 0, INT32_MAX));
     c.rms_eps = static_cast<float>(f.float_or({"rms_norm_eps"}, 1e-6, 1e-12, 1.0));
     read_hf_rope(f, c);
@@ -207,6 +207,12 @@ DraftConfig read_draft_config_hf(const HfConfig & f) {
     c.mask_token_id =
         static_cast<int32_t>(f.int_or({"dflash_config.mask_token_id", "mask_token_id"}, -1, 0, INT32_MAX));
     std::vector<int64_t> taps = f.ints_or({"dflash_config.target_layer_ids", "target_layer_ids"}, {}, 64, 0, 65535);
+    // The other spelling counts layer inputs.
+    for (const int64_t input : f.ints_or({"aux_hidden_state_layer_ids"}, {}, 64, 1, 65536)) {
+        if (f.find({"dflash_config.target_layer_ids", "target_layer_ids"}) == nullptr) {
+            taps.push_back(input - 1);
+        }
+    }
     if (taps.empty()) {
         const int64_t n_target = f.require_int({"num_target_layers", "dflash_config.num_target_layers"}, 1, 65535);
         c.target_layer_ids = hf_default_taps(n_target, c.n_layer);
@@ -221,10 +227,12 @@ DraftConfig read_draft_config_hf(const HfConfig & f) {
         static_cast<float>(f.float_or({"dflash_config.output_multiplier", "output_multiplier"}, 1.0, -1e6, 1e6));
     c.final_logit_softcapping = static_cast<float>(
         f.float_or({"dflash_config.final_logit_softcapping", "final_logit_softcapping"}, 0.0, 0.0, 1e6));
-    c.sample_from_anchor = f.bool_or({"dflash_config.sample_from_anchor", "sample_from_anchor"}, false);
+    read_draft_heads_hf(f, c);
     int causal = -1;
-    if (f.find({"is_causal", "dflash_config.is_causal"}) != nullptr) {
-        causal = f.bool_or({"is_causal", "dflash_config.is_causal"}, false) ? 1 : 0;
+    if (f.find({"is_causal", "dflash_config.is_causal", "dflash_config.causal"}) != nullptr) {
+        causal = f.bool_or({"is_causal", "dflash_config.is_causal", "dflash_config.causal"}, false) ? 1 : 0;
+    } else if (f.bool_or({"sliding_window_non_causal"}, false)) {
+        causal = 0;
     }
     set_causality(c, causal);
     check_common(c, f.path());
@@ -235,10 +243,7 @@ DraftConfig read_draft_config_llamacpp(const GgufFile & f) {
     DraftConfig c;
     c.form = "llama.cpp";
     const std::string p = "dflash.";
-    refuse_keys(f, {{p + "conv_kernel_size", "DFlash2 convolutions"},
-                    {p + "selector_rank", "a DFlash2 candidate selector"},
-                    {p + "markov_rank", "a DSpark Markov head"},
-                    {p + "hyper_connection.count", "hyper-connections"}});
+    refuse_keys(f, {{p + "hyper_connection.count", "hyper-connections"}});
     read_gguf_geometry(f, p, c);
     const std::string act = f.string_or(p + "hidden_activation", "silu");
     check(act == "silu", Status::unsupported, "%s: hidden_activation \"%s\", want silu", f.path().c_str(), act.c_str());
@@ -254,7 +259,7 @@ DraftConfig read_draft_config_llamacpp(const GgufFile & f) {
     c.embedding_scale = static_cast<float>(f.float_or(p + "embedding_scale", 1.0, -1e6, 1e6));
     c.logit_scale = static_cast<float>(f.float_or(p + "logit_scale", 1.0, -1e6, 1e6));
     c.final_logit_softcapping = static_cast<float>(f.float_or(p + "final_logit_softcapping", 0.0, 0.0, 1e6));
-    c.sample_from_anchor = f.bool_or(p + "sample_from_anchor", false);
+    read_draft_heads_llamacpp(f, c);
     c.n_vocab = static_cast<int32_t>(f.int_or(p + "vocab_size", 0, 0, INT32_MAX));
     int causal = -1;
     if (f.find(p + "attention.causal") != nullptr) {

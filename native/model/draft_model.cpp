@@ -1,5 +1,6 @@
 #include "model/draft_model.hpp"
 
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -29,6 +30,14 @@ std::vector<float> as_f32(const DraftSource::Tensor & t, int64_t n) {
         ggml_get_type_traits(t.type)->to_float(t.data, out.data(), n);
     }
     return out;
+}
+
+void check_fits_f16(const DraftSource::Tensor & t, const std::vector<float> & values) {
+    constexpr float largest = 65504.0f;
+    for (const float value : values) {
+        check(std::abs(value) <= largest, Status::unsupported, "tensor %s holds %g, f16 ends at %g; choose bf16 or f32",
+              t.file_name.c_str(), static_cast<double>(value), static_cast<double>(largest));
+    }
 }
 
 } // namespace
@@ -69,6 +78,7 @@ class DraftLoader {
             model_->rope_freqs_ = vector("rope_freqs.weight", c.head_dim / 2);
         }
         wire_vocabulary();
+        wire_chain();
         for (const DraftSource::Tensor & t : source_.tensors) {
             check(used_.count(t.name) == 1, Status::unsupported, "%s: tensor %s belongs to no layer of this drafter",
                   source_.path.c_str(), t.file_name.c_str());
@@ -101,10 +111,11 @@ class DraftLoader {
         return *t;
     }
 
-    ggml_tensor * vector(const std::string & name, int64_t n) {
-        const DraftSource::Tensor & t = require(name, {n});
-        ggml_tensor * tensor = model_->weights_->add(GGML_TYPE_F32, name, n);
-        const std::vector<float> values = as_f32(t, n);
+    ggml_tensor * vector(const std::string & name, int64_t n, int64_t ne1 = 1, int64_t ne2 = 1) {
+        const DraftSource::Tensor & t =
+            require(name, ne2 > 1 ? std::vector<int64_t>{n, ne1, ne2} : std::vector<int64_t>{n});
+        ggml_tensor * tensor = model_->weights_->add(GGML_TYPE_F32, name, n, ne1, ne2);
+        const std::vector<float> values = as_f32(t, n * ne1 * ne2);
         std::vector<uint8_t> bytes(values.size() * sizeof(float));
         std::memcpy(bytes.data(), values.data(), bytes.size());
         host_.emplace_back(tensor, std::move(bytes));
@@ -126,6 +137,9 @@ class DraftLoader {
         l.w = matrix(convert ? weight_type_ : t.type, base + ".weight", n_in, n_out, factor);
         if (convert) {
             const std::vector<float> values = as_f32(t, n_in * n_out);
+            if (weight_type_ == GGML_TYPE_F16) {
+                check_fits_f16(t, values);
+            }
             std::vector<uint8_t> bytes(ggml_row_size(weight_type_, n_in) * static_cast<size_t>(n_out));
             ggml_quantize_chunk(weight_type_, values.data(), bytes.data(), 0, n_out, n_in, nullptr);
             host_.emplace_back(l.w, std::move(bytes));
@@ -153,6 +167,36 @@ class DraftLoader {
         l.w_gate = linear(b + "ffn_gate", c.n_embd, c.n_ff);
         l.w_up = linear(b + "ffn_up", c.n_embd, c.n_ff);
         l.w_down = linear(b + "ffn_down", c.n_ff, c.n_embd);
+        if (c.conv_kernel > 0) {
+            const int64_t n_dynamic = int64_t{2} * c.conv_kernel * (c.n_embd / c.conv_group);
+            l.attn_conv_base = vector(b + "attn_conv_base", c.n_embd, c.conv_kernel, 2);
+            l.ffn_conv_base = vector(b + "ffn_conv_base", c.n_embd, c.conv_kernel, 2);
+            l.attn_conv_proj = linear(b + "attn_conv_proj", c.n_embd, n_dynamic);
+            l.ffn_conv_proj = linear(b + "ffn_conv_proj", c.n_embd, n_dynamic);
+        }
+    }
+
+    void wire_chain() {
+        const DraftConfig & c = model_->config_;
+        DraftChain & chain = model_->chain_;
+        const int64_t n_target = model_->target_->config().n_vocab;
+        if (c.selector_rank > 0) {
+            chain.previous = linear("selector_predecessor", c.selector_rank, n_target, false).w;
+            chain.next = linear("selector_successor", c.selector_rank, n_target, false);
+            chain.gate = linear("selector_hidden", c.n_embd, c.selector_rank);
+            const int64_t n_draft = model_->output_.w->ne[1];
+            check(c.selector_top_k <= n_draft, Status::format, "%s: selector_top_k %d of a vocabulary of %lld",
+                  source_.path.c_str(), c.selector_top_k, static_cast<long long>(n_draft));
+        } else if (c.markov_rank > 0) {
+            chain.previous = linear("markov_w1", c.markov_rank, n_target, false).w;
+            chain.next = linear("markov_w2", c.markov_rank, model_->output_.w->ne[1], false);
+        }
+        if (c.has_confidence) {
+            chain.confidence = linear("conf_proj", c.n_embd + (c.confidence_sees_previous ? c.markov_rank : 0), 1);
+            if (source_.find("conf_proj.bias") != nullptr) {
+                chain.confidence.bias = vector("conf_proj.bias", 1);
+            }
+        }
     }
 
     /// A tensor of the target's file copied to the drafter's device.
@@ -185,6 +229,9 @@ class DraftLoader {
         } else {
             check(source_.find("d2t") == nullptr, Status::format, "%s: a d2t map without an output head",
                   source_.path.c_str());
+            check(c.n_vocab_draft == 0 || c.n_vocab_draft == n_vocab, Status::format,
+                  "%s: draft_vocab_size %d without an output head of that size, the target has %lld tokens",
+                  source_.path.c_str(), c.n_vocab_draft, static_cast<long long>(n_vocab));
             model_->output_ = target.output();
             if (!same_device) {
                 ggml_tensor * w = borrow("output.weight", true);
@@ -204,9 +251,14 @@ class DraftLoader {
             return;
         }
         require("d2t", {n_draft});
+        const int32_t announced = model_->config_.n_vocab_draft;
+        check(announced == 0 || announced == n_draft, Status::format,
+              "%s: draft_vocab_size %d, the head has %lld tokens", source_.path.c_str(), announced,
+              static_cast<long long>(n_draft));
         check(map->type == GGML_TYPE_I64 || map->type == GGML_TYPE_I32, Status::format,
               "%s: tensor d2t has type %s, want i64 or i32", source_.path.c_str(), ggml_type_name(map->type));
         std::vector<int32_t> ids(static_cast<size_t>(n_draft));
+        std::vector<int64_t> draft_of(static_cast<size_t>(n_target), -1);
         for (size_t i = 0; i < ids.size(); ++i) {
             int64_t id = 0;
             if (map->type == GGML_TYPE_I64) {
@@ -218,12 +270,31 @@ class DraftLoader {
             }
             check(id >= 0 && id < n_target, Status::format, "%s: d2t maps %zu to %lld, want 0 to %lld",
                   source_.path.c_str(), i, static_cast<long long>(id), static_cast<long long>(n_target - 1));
+            int64_t & before = draft_of[static_cast<size_t>(id)];
+            check(before < 0, Status::format, "%s: d2t maps both %lld and %zu to %lld", source_.path.c_str(),
+                  static_cast<long long>(before), i, static_cast<long long>(id));
+            before = static_cast<int64_t>(i);
             ids[i] = static_cast<int32_t>(id);
         }
+        check_target_map(draft_of);
         model_->d2t_ = model_->weights_->add(GGML_TYPE_I32, "d2t", 1, n_draft);
         std::vector<uint8_t> bytes(ids.size() * sizeof(int32_t));
         std::memcpy(bytes.data(), ids.data(), bytes.size());
         host_.emplace_back(model_->d2t_, std::move(bytes));
+    }
+
+    /// t2d, where it is there, marks the same tokens that d2t names. Nothing else reads it.
+    void check_target_map(const std::vector<int64_t> & draft_of) {
+        if (source_.find("t2d") == nullptr) {
+            return;
+        }
+        const DraftSource::Tensor & map = require("t2d", {static_cast<int64_t>(draft_of.size())});
+        check(map.type == GGML_TYPE_I8, Status::format, "%s: tensor t2d has type %s, want bool or i8",
+              source_.path.c_str(), ggml_type_name(map.type));
+        for (size_t i = 0; i < draft_of.size(); ++i) {
+            check((map.data[i] != 0) == (draft_of[i] >= 0), Status::format, "%s: t2d says %d for token %zu, d2t %s it",
+                  source_.path.c_str(), map.data[i], i, draft_of[i] >= 0 ? "names" : "does not name");
+        }
     }
 
     DraftSource source_;

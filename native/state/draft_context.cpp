@@ -8,7 +8,7 @@
 namespace dflash {
 namespace {
 
-constexpr enum ggml_type draft_kv_types[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0};
+constexpr enum ggml_type draft_kv_types[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0};
 
 } // namespace
 

@@ -12,7 +12,7 @@
 namespace dflash {
 
 struct DraftContextOptions {
-    std::string k_type = "f16"; // f32 f16 q8_0
+    std::string k_type = "f16"; // f32 f16 q8_0 q4_0
     std::string v_type = "f16";
     /// Context rows that full-attention layers keep. Costs full_rows * n_head_kv * head_dim * (K + V bytes) for each
     /// such layer; older context is forgotten by them. Sliding layers keep window + block + slack rows whatever this

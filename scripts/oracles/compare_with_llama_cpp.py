@@ -65,7 +65,7 @@ def record(file: str, golden_path: str, out: pathlib.Path, sequences: int) -> No
 
 def compare_steps(target: str, draft: str, golden_path: str) -> bool:
     golden = json.loads(pathlib.Path(golden_path).read_text(encoding="utf-8"))
-    server = LlamaServer(target, draft, n_max=golden["block_size"] - 1)
+    server = LlamaServer(target, draft, n_max=len(golden["cases"][0]["steps"][0][1]))
     good = True
     for case in golden["cases"]:
         want = case["greedy"]

@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = str(args.pair / "target")
     target = load_target(folder, args.pair / "target-q8_0.gguf")
-    draft = load_draft(str(args.pair / "draft"))
+    draft = load_draft(str(args.pair / "draft"), target.config.vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = {p["id"]: encode(tokenizer, prompt_text(p)) for p in prompt_set()}
     write_target(target, load_target(folder), prompts, args.out)

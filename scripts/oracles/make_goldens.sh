@@ -42,6 +42,13 @@ stepped d-rand
 stepped d-part --teach 120
 stepped d-swa --layers 3 --window 24 --teach 90
 stepped d2-part --kind dflash2 --teach 130
+stepped ds-part --kind dspark --teach 120
+
+# A drafter for long contexts, of nano with a short memory.
+py shorten_memory.py "$work/nano" "$work/forgetful"
+py make_tiny_draft.py "$work/forgetful" "$work/d-long" --size large --window 24 --all-sliding --teach 45
+py hf_to_gguf.py "$llama_cpp" "$work/d-long" "$out/models/d-long-bf16.gguf" --target "$work/forgetful"
+py reference_draft.py steps "$work/forgetful" "$work/d-long" "$out/goldens/d-long.json"
 
 # Drafters with golden block logits, for the nano target; all hold the same weights under different configs.
 block() {
@@ -56,6 +63,17 @@ block swa "--contexts 12,24,40,96" --window 24
 block swa-causal "--contexts 12,24,40,96" --window 24 --causal yes
 block swa-bidirectional "--contexts 12,24,40,96" --window 24 --causal no
 block yarn "--contexts 12,40,96,200" --yarn 64
+variant() {
+    py make_tiny_draft.py "$work/nano" "$out/drafters/$1" "${@:3}"
+    # shellcheck disable=SC2086
+    py reference_draft.py block "$work/nano" "$out/drafters/$1" "$out/goldens/block-$1.npz" $2 --proposals
+    # llama.cpp's converter knows no reduced vocabulary without a Markov head.
+    [ "$1" = reduced ] || py hf_to_gguf.py "$llama_cpp" "$out/drafters/$1" "$out/drafters/$1-bf16.gguf" --target "$work/nano"
+}
+variant reduced "--contexts 12,40" --draft-vocab 96 --speculators
+variant dflash2 "--contexts 12,24,40,96" --kind dflash2 --window 24
+variant dspark "--contexts 12,40,96" --kind dspark
+variant dspark-speculators "--contexts 12,24,40,96" --kind dspark --speculators --draft-vocab 96 --window 24
 py write_lucebox_draft.py "$out/drafters/full" "$out/drafters/full-lucebox-f16.gguf"
 py write_lucebox_draft.py "$out/drafters/swa" "$out/drafters/swa-lucebox-f16.gguf" --arch dflash-draft --old-names
 

@@ -20,20 +20,32 @@ import json
 import pathlib
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import dflash.model as reference
 import numpy as np
 import torch
+from draft_heads import as_package, load_heads
 from oracle_inputs import sample_columns, tiny_prompt_ids, token_rows
 from reference_target import load_target, run_target, thin_out
-from transformers import AutoConfig, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3Config
 
 
-def load_draft(folder: str) -> Any:
-    second = AutoConfig.from_pretrained(folder).architectures == ["DFlash2DraftModel"]
-    kind = reference.DFlash2DraftModel if second else reference.DFlashDraftModel
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+def load_draft(folder: str, n_vocab: int) -> Any:
+    """The package's network, with what else the folder has as its attribute `heads`."""
+    path = pathlib.Path(folder)
+    config = as_package(json.loads((path / "config.json").read_text()))
+    if config.get("architectures") == ["DFlash2DraftModel"]:
+        draft = reference.DFlash2DraftModel.from_pretrained(folder, dtype=torch.float32)
+    else:
+        draft = reference.DFlashDraftModel(Qwen3Config(**config)).float()
+        names = set(draft.state_dict())
+        tensors = load_file(path / "model.safetensors")
+        draft.load_state_dict({name: value.float() for name, value in tensors.items() if name in names})
+    draft.heads = load_heads(path, n_vocab)
+    return draft.eval()
 
 
 def features_of(draft: Any, hidden_states: Any, length: int) -> torch.Tensor:
@@ -52,18 +64,27 @@ def draft_block(target: Any, draft: Any, features: torch.Tensor, anchor: int) ->
         noise_embedding=target.get_input_embeddings()(tokens),
         position_ids=torch.arange(start + draft.block_size)[None],
     )
-    return hidden, draft.compute_logits(hidden, target.lm_head)
+    return hidden, draft.compute_logits(hidden, draft.heads.output_head(target))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Proposed ids, the logits [n, draft vocabulary] of their rows, and the confidence in them where there is one."""
+
+    ids: list[int]
+    logits: torch.Tensor
+    confidence: list[float]
 
 
 @torch.inference_mode()
-def propose(target: Any, draft: Any, features: torch.Tensor, anchor: int) -> tuple[list[int], torch.Tensor]:
-    """Proposed ids, and the logits [block_size - 1, n_vocab] of their rows."""
+def propose(target: Any, draft: Any, features: torch.Tensor, anchor: int) -> Proposal:
     hidden, logits = draft_block(target, draft, features, anchor)
+    first = draft.heads.first_slot
+    hidden, logits = hidden[:, first:], logits[:, first:]
     if isinstance(draft, reference.DFlash2DraftModel):
-        ids = draft.propose(hidden[:, 1:], torch.tensor([anchor]), target.lm_head, 0.0)[0]
-    else:
-        ids = logits[:, 1:].argmax(-1)
-    return ids[0].tolist(), logits[0, 1:]
+        ids = draft.propose(hidden, torch.tensor([anchor]), target.lm_head, 0.0)[0]
+        return Proposal(ids[0].tolist(), logits[0], [])
+    return Proposal(*draft.heads.walk(hidden[0], logits[0], anchor))
 
 
 def greedy(target: Any, prompt: list[int], n_new: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
@@ -84,7 +105,8 @@ def decode(target: Any, draft: Any, prompt: list[int], n_new: int, stop_ids: tup
     gaps = [top_two_gap(state.logits[0, -1:])]
     while len(text) < end and text[-1] not in stop_ids:
         start = len(text) - 1
-        ids, logits = propose(target, draft, features_of(draft, state.hidden_states, start), text[-1])
+        proposal = propose(target, draft, features_of(draft, state.hidden_states, start), text[-1])
+        ids, logits = proposal.ids, proposal.logits
         first = logits if first is None else first
         state = run_target(target, text + ids)
         choice = state.logits[0, start:].argmax(-1).tolist()
@@ -116,18 +138,26 @@ def write_block(target: Any, draft: Any, args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     ids = token_rows(tokenizer, target.config.vocab_size, int(contexts.max()) + 1)[1]
     hidden_states = run_target(target, ids).hidden_states
-    logits = []
+    logits, proposals = [], []
     for c in contexts:
-        _, rows = draft_block(target, draft, features_of(draft, hidden_states, int(c)), int(ids[c]))
-        logits.append(rows[0].numpy())
+        features = features_of(draft, hidden_states, int(c))
+        _, rows = draft_block(target, draft, features, int(ids[c]))
+        proposal = propose(target, draft, features, int(ids[c]))
+        # The rows that propose, as they are when they do; a row that proposes nothing as the network gives it.
+        logits.append(torch.cat([rows[0, : draft.heads.first_slot], proposal.logits]).numpy())
+        proposals.append(proposal)
+    columns = sample_columns(logits[0].shape[-1])
     arrays = {
         "ids": ids,
         "contexts": contexts,
         "anchors": ids[contexts],
         "mask_id": np.int32(draft.mask_token_id),
         "block_size": np.int32(draft.block_size),
-        **thin_out(np.stack(logits), sample_columns(target.config.vocab_size)),
+        **thin_out(np.stack(logits), columns),
     }
+    if args.proposals:
+        arrays["proposals"] = np.array([p.ids for p in proposals], dtype=np.int32)
+        arrays["confidence"] = np.array([p.confidence for p in proposals], dtype=np.float32)
     if args.features:
         arrays["features"] = features_of(draft, hidden_states, 40)[0].numpy()
     np.savez_compressed(args.out, **arrays)
@@ -171,11 +201,13 @@ def main() -> int:
         if mode == "block":
             sub.add_argument("--contexts", required=True)
             sub.add_argument("--features", action="store_true")
+            sub.add_argument("--proposals", action="store_true")
         else:
             sub.add_argument("--new-tokens", type=int, default=64)
             sub.add_argument("--package-loop", action="store_true")
     args = parser.parse_args()
-    target, draft = load_target(args.target), load_draft(args.draft)
+    target = load_target(args.target)
+    draft = load_draft(args.draft, target.config.vocab_size)
     (write_block if args.mode == "block" else write_steps)(target, draft, args)
     return 0
 

@@ -9,7 +9,8 @@ import xllamacpp
 
 
 class LlamaServer:
-    """One server with one slot; `draft` turns on llama.cpp's DFlash speculation with up to `n_max` drafts a step.
+    """One server with one slot; `draft` turns on llama.cpp's DFlash speculation with up to `n_max` drafts a step,
+    ended in front of the first one whose probability, or confidence with a DSpark drafter, is below `p_min`.
 
     exact=True keeps K/V in f32 and flash attention off, since llama.cpp's CPU flash attention rounds to half precision.
     """
@@ -20,6 +21,7 @@ class LlamaServer:
         draft: str | None = None,
         *,
         n_max: int = 15,
+        p_min: float = 0.0,
         threads: int = 1,
         context: int = 1024,
         exact: bool = True,
@@ -36,9 +38,13 @@ class LlamaServer:
             options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
             options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if draft is not None:
-            speculation.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH]
+            kinds = xllamacpp.common_speculative_type
+            dspark = any(tensor.name == "markov_w1.weight" for tensor in gguf.GGUFReader(draft).tensors)
+            speculation.types = [
+                kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DSPARK if dspark else kinds.COMMON_SPECULATIVE_TYPE_DRAFT_DFLASH
+            ]
             speculation.draft.mparams.path = draft
-            speculation.draft.n_max, speculation.draft.n_min, speculation.draft.p_min = n_max, 0, 0.0
+            speculation.draft.n_max, speculation.draft.n_min, speculation.draft.p_min = n_max, 0, p_min
             speculation.draft.cpuparams.n_threads = speculation.draft.cpuparams_batch.n_threads = threads
             if exact:
                 speculation.draft.cache_type_k = xllamacpp.ggml_type.GGML_TYPE_F32

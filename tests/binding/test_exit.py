@@ -60,7 +60,7 @@ for make in (
     lambda: pydflash.TargetModel.open("missing"),
     lambda: pydflash.TargetModel.open(device="toaster"),
     lambda: pydflash.DraftModel.open("missing", target),
-    lambda: pydflash.DraftContext(draft, "q4_0"),
+    lambda: pydflash.DraftContext(draft, "q4_k"),
     lambda: pydflash.DraftFeatureMirror(capacity=5),
     lambda: pydflash.Decoder(cache, context, prefill_chunk=0),
     lambda: pydflash.GgufFile.open("missing"),

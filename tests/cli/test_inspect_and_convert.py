@@ -182,3 +182,16 @@ def test_a_folder_that_cannot_be_converted_leaves_nothing(tmp_path: Path) -> Non
         with pytest.raises(pydflash.PydflashError, match=words):
             convert_draft(folder, tmp_path / "out.gguf", MODELS / "nano-bf16.gguf")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter"]
+
+
+def test_a_value_beyond_f16_is_not_converted_to_it(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = upcast_folder(DRAFTERS / "dflash2", tmp_path / "drafter")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.0.mlp_conv.kernel_projection.weight"][0, 0] = 70000.0
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(pydflash.UnsupportedModelError, match=r"mlp_conv.* holds 70000, f16 ends at 65504"):
+        convert_draft(folder, tmp_path / "out.gguf", MODELS / "nano-bf16.gguf", "f16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter"]
+    convert_draft(folder, tmp_path / "out.gguf", MODELS / "nano-bf16.gguf", "bf16")

@@ -71,6 +71,10 @@ def upcast_folder(folder: Path, out: Path) -> Path:
     tensors = {}
     stored = (folder / "model.safetensors").read_bytes()
     for name, entry in safetensors.deserialize(stored):  # type: ignore[no-untyped-call]
+        if entry["dtype"] in ("I64", "BOOL"):  # maps between vocabularies
+            kind = np.int64 if entry["dtype"] == "I64" else np.bool_
+            tensors[name] = np.frombuffer(entry["data"], dtype=kind).reshape(entry["shape"])
+            continue
         if entry["dtype"] != "BF16":
             raise ValueError(f"{name}: {entry['dtype']}, expected BF16")
         upper = np.frombuffer(entry["data"], dtype=np.uint16).astype(np.uint32)

@@ -257,3 +257,18 @@ def test_expected_tokens_follow_the_formula() -> None:
 
 def test_repr_shows_what_was_learnt() -> None:
     assert repr(WidthPolicy(16)) == "WidthPolicy(widths=(1, 2, 4, 8, 16), acceptance=[0.75, 0.75, 0.75, 0.75, ...])"
+
+
+def test_a_row_has_to_bring_what_it_costs() -> None:
+    """Free rows are worth any chance; a row at the price of a plain step, only a good one."""
+    for row_ms, least in ((0.0, 0.0), (0.05, 0.01), (1.0, 0.4)):
+        policy = WidthPolicy(8)
+        policy.begin()
+        for width in policy.widths:
+            for _ in range(4):
+                policy.measured(width, 1.0 + row_ms * (width - 1))
+        assert policy.least_chance(1) == 0.0
+        chance = policy.least_chance(8)
+        assert least <= chance <= 0.5
+        row = row_ms / policy.cost(8)
+        assert chance == pytest.approx(min(0.5, row * policy.expected_tokens(8)), abs=1e-6)
