@@ -1,23 +1,12 @@
 #include <algorithm>
-#include <functional>
 #include <limits>
 
 #include "base/error.hpp"
+#include "ggmlx/device_copy.hpp"
 #include "state/draft_feature_mirror.hpp"
 
 namespace dflash {
 namespace {
-
-/// Locks of two devices, taken in one order everywhere so that two threads cannot wait for each other.
-class DeviceLocks {
-  public:
-    DeviceLocks(Device & a, Device & b)
-        : first_((std::less<>()(&a, &b) ? a : b).lock()), second_((std::less<>()(&a, &b) ? b : a).lock()) {}
-
-  private:
-    std::unique_lock<std::recursive_mutex> first_;
-    std::unique_lock<std::recursive_mutex> second_;
-};
 
 void check_open(const DraftFeatureMirror & mirror) {
     check(mirror.is_open(), Status::invalid, "the feature mirror is closed");
@@ -186,8 +175,8 @@ int64_t copy_feature_ring_range_to_tensor(DraftFeatureMirror & mirror, ggml_tens
     const DeviceLocks guard(*dst_device, *mirror.device_);
     dst_device->synchronize(); // what is queued there may still read dst
     mirror.read_all(start_pos, n_tokens, [&](DraftFeatureTransfer::Pass & pass, int64_t first) {
-        tensor_copy_range(mirror.local().staging(), 0, dst, static_cast<uint64_t>(first) * dst->nb[1],
-                          ggml_nbytes(pass.staged));
+        copy_between_devices(*mirror.device_, mirror.local().staging(), 0, *dst_device, dst,
+                             static_cast<uint64_t>(first) * dst->nb[1], ggml_nbytes(pass.staged));
     });
     return n_tokens;
 }

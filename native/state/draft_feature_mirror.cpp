@@ -4,6 +4,7 @@
 
 #include "base/error.hpp"
 #include "base/ring_span.hpp"
+#include "ggmlx/device_copy.hpp"
 
 namespace dflash {
 namespace {
@@ -178,7 +179,8 @@ DraftFeatureMirror::Pass DraftFeatureMirror::from_tensor(const ggml_tensor * sou
     DraftFeatureTransfer::Pass & in = here.scatter(target, n_rows);
     return [=, &here, &there, &out, &in](int64_t first) {
         there.run(out, source, from_row(source_rows, first), {});
-        tensor_copy_range(there.staging(), 0, here.staging(), 0, ggml_nbytes(in.staged));
+        copy_between_devices(*there.device(), there.staging(), 0, *here.device(), here.staging(), 0,
+                             ggml_nbytes(in.staged));
         here.run(in, nullptr, {}, from_row(target_rows, first));
     };
 }
