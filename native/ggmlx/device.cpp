@@ -120,7 +120,6 @@ std::shared_ptr<Device> Device::open(const std::string & name, int32_t n_threads
 }
 
 Device::~Device() {
-    host_memory_->stop();
     backend_.reset();
 #ifdef DFLASH_CUDA_KERNELS
     cuda::release_kernels(this);

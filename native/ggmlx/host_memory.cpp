@@ -1,8 +1,6 @@
 #include "ggmlx/host_memory.hpp"
 
-#include <algorithm>
 #include <new>
-#include <system_error>
 #include <utility>
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -70,55 +68,16 @@ HostBlock::~HostBlock() {
     }
 }
 
-std::vector<HostBlock>::iterator HostMemoryPool::find(uint64_t n_bytes) {
-    return std::find_if(free_.begin(), free_.end(), [&](const HostBlock & block) {
-        return block.size() >= n_bytes && block.size() - n_bytes <= n_bytes / 4;
-    });
-}
-
 HostBlock HostMemoryPool::take(uint64_t n_bytes) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    const auto it = find(n_bytes);
-    if (it == free_.end()) {
-        return {};
-    }
-    HostBlock found = std::move(*it);
-    free_.erase(it);
-    return found;
-}
-
-void HostMemoryPool::prepare(const Device & device, uint64_t n_bytes) {
-    const std::lock_guard<std::mutex> alone(preparing_mutex_);
-    {
-        const std::lock_guard<std::mutex> guard(mutex_);
-        if (busy_ || n_bytes == 0 || find(n_bytes) != free_.end()) {
-            return;
+    for (auto it = free_.begin(); it != free_.end(); ++it) {
+        if (it->size() >= n_bytes && it->size() - n_bytes <= n_bytes / 4) {
+            HostBlock found = std::move(*it);
+            free_.erase(it);
+            return found;
         }
-        busy_ = true;
     }
-    if (preparing_.joinable()) {
-        preparing_.join();
-    }
-    try {
-        preparing_ = std::thread([this, &device, n_bytes] {
-            HostBlock block(device, n_bytes);
-            if (block.data() != nullptr) {
-                give(std::move(block));
-            }
-            const std::lock_guard<std::mutex> guard(mutex_);
-            busy_ = false;
-        });
-    } catch (const std::system_error &) { // no thread: the block is allocated when it is needed
-        const std::lock_guard<std::mutex> guard(mutex_);
-        busy_ = false;
-    }
-}
-
-void HostMemoryPool::stop() {
-    const std::lock_guard<std::mutex> alone(preparing_mutex_);
-    if (preparing_.joinable()) {
-        preparing_.join();
-    }
+    return {};
 }
 
 void HostMemoryPool::give(HostBlock block) {

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "ggml-cpp.h"
@@ -23,7 +22,6 @@ class HostBlock {
 
     uint8_t * data() const { return data_; }
     uint64_t size() const { return size_; }
-    bool is_pinned() const { return buffer_ != nullptr; }
 
   private:
     ggml_backend_buffer_ptr buffer_; // null: pages of our own
@@ -40,23 +38,11 @@ class HostMemoryPool {
     /// A free block of at least n_bytes and at most a quarter more, or an empty one.
     HostBlock take(uint64_t n_bytes);
     void give(HostBlock block);
-    /// Has a block of n_bytes allocated by a thread of its own, for a take() to come, unless a free one fits or the
-    /// thread is busy. The device must live until stop() was called.
-    void prepare(const Device & device, uint64_t n_bytes);
-    /// Returns when that thread is done.
-    void stop();
     uint64_t free_bytes();
 
-    ~HostMemoryPool() { stop(); }
-
   private:
-    std::vector<HostBlock>::iterator find(uint64_t n_bytes);
-
     std::mutex mutex_;
     std::vector<HostBlock> free_; // oldest first
-    std::thread preparing_;       // only prepare() and stop() touch it, with preparing_mutex_
-    std::mutex preparing_mutex_;
-    bool busy_ = false;
 };
 
 /// Host memory that a device copies to and from: pinned where its driver can pin memory, else ordinary.
@@ -69,8 +55,6 @@ class HostMemory {
     ~HostMemory();
 
     uint8_t * data() const { return block_.data(); }
-    /// True if a device's driver pins it, which takes as long as copying.
-    bool is_pinned() const { return block_.is_pinned(); }
     /// Bytes held, at least as many as were asked for.
     uint64_t size() const { return block_.size(); }
 

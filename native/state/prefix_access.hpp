@@ -24,8 +24,6 @@ struct SnapshotAccess {
     static uint8_t * host_bytes(PrefixSnapshot & snapshot) { return snapshot.host_memory_->data(); }
     /// What is under way ends here.
     static void mark(PrefixSnapshot & snapshot);
-    /// Memory for a delta like this one, in the background, where a driver has to pin it.
-    static void prepare_next(const PrefixSnapshot & snapshot);
 };
 
 /// Where the rows [begin, begin + n) of a part lie in its tensor: at most two runs of bytes.

@@ -154,13 +154,6 @@ void SnapshotAccess::put(const PrefixSnapshot & s, Device & device, const Snapsh
     }
 }
 
-void SnapshotAccess::prepare_next(const PrefixSnapshot & s) {
-    // Pinning takes as long as copying, and the next delta of a long prompt is about as large as this one.
-    if (s.header_.kind == SnapshotKind::delta && s.host_memory_ && s.host_memory_->is_pinned()) {
-        s.device_->host_memory().prepare(*s.device_, s.host_memory_->size());
-    }
-}
-
 void SnapshotAccess::mark(PrefixSnapshot & s) {
     s.done_.set(*s.device_);
     if (s.draft_device_ && s.draft_device_ != s.device_) {
@@ -219,7 +212,6 @@ SnapshotPtr take(const TargetCache & cache, const DraftContext * context, Snapsh
         }
     }
     SnapshotAccess::mark(*snapshot);
-    SnapshotAccess::prepare_next(*snapshot);
     return snapshot;
 }
 
