@@ -94,6 +94,10 @@ void read_experts(const GgufFile & file, const std::string & p, TargetConfig & c
     c.n_expert_used = static_cast<int32_t>(file.require_int(p + "expert_used_count", 1, c.n_expert));
     c.expert_gating_func = static_cast<int32_t>(file.int_or(p + "expert_gating_func", 1, 1, 2));
     c.expert_weights_scale = static_cast<float>(file.float_or(p + "expert_weights_scale", 1.0, 0.0, 1e6));
+    check(
+        file.bool_or(p + "expert_weights_norm", true), Status::unsupported,
+        "%s: %sexpert_weights_norm is false, want true: the weights of the chosen experts are always made to sum to 1",
+        file.path().c_str(), p.c_str());
     c.n_ff_exp = static_cast<int32_t>(file.int_or(p + "expert_feed_forward_length", 0, 0, max_width));
     c.n_ff_shexp = static_cast<int32_t>(file.int_or(p + "expert_shared_feed_forward_length", 0, 0, max_width));
 }

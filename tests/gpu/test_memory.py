@@ -64,12 +64,13 @@ def test_a_full_device(real_gpu: str, what: str) -> None:
 def test_requests_leave_memory_as_it_was(
     demo: "Pair", prompts: list[list[int]], device: str, tools: "Toolbox", measured: "Measured"
 ) -> None:
-    """200 requests of mixed lengths, after one round of them all."""
+    """200 requests of mixed lengths, after one round of them all. The prefix cache is full within that."""
     lengths = [(1, 3), (7, 24), (40, 8), (90, 12), (200, 5), (256, 2), (300, 16), (33, 40)]
     tokens = [token for ids in prompts for token in ids]
     on_gpu = tools.memory(device).kind != "cpu"
     free, resident = [], []
-    with pydflash.Engine.open(demo.target, demo.draft, EngineOptions(n_ctx=512, device=device)) as engine:
+    options = EngineOptions(n_ctx=512, device=device, prefix_bytes=16 << 20)
+    with pydflash.Engine.open(demo.target, demo.draft, options) as engine:
         for i in range(200 + 2 * len(lengths)):
             n, n_new = lengths[i % len(lengths)]
             at = 31 * i % (len(tokens) - n)

@@ -77,6 +77,16 @@ def test_expert_scale_vectors(f32_path: Path_, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits_of(scaled, ids), logits_of(source, ids), atol=2e-3)
 
 
+def test_expert_weights_that_are_not_to_be_normed_are_refused(f32_path: Path_, tmp_path: Path) -> None:
+    source = f32_path("moe")
+    ids = target_golden("moe").ids[0]
+    usual = edit_gguf(source, tmp_path / "usual.gguf", {"qwen35moe.expert_weights_norm": True})
+    np.testing.assert_array_equal(logits_of(usual, ids), logits_of(source, ids))
+    other = edit_gguf(source, tmp_path / "other.gguf", {"qwen35moe.expert_weights_norm": False})
+    with pytest.raises(pydflash.UnsupportedModelError, match="expert_weights_norm is false, want true"):
+        logits_of(other, ids)
+
+
 def test_layer_kinds_from_the_list_win_over_the_interval(f32_path: Path_, tmp_path: Path) -> None:
     source = f32_path("nano")
     ids = target_golden("nano").ids[0]
