@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final, cast
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _MESSAGE_START: Final = "<|im_start|>"
 
 
-class EnginePrefix:
+class EnginePrefix(ABC):
     """Base of Engine, which sets what is declared here."""
 
     _target: TargetModel
@@ -151,8 +152,9 @@ class EnginePrefix:
         finally:
             self._running.release()
 
+    @abstractmethod
     def _check_open(self) -> None:
-        raise NotImplementedError
+        """Raise ClosedError if the engine is closed."""
 
 
 def prefix_cache_of(

@@ -168,7 +168,7 @@ class _Writer:
             "model": self._service.model_name,
             "tokens_predicted": n_predicted,
             "tokens_evaluated": len(job.ids),
-            "generation_settings": generation_settings(self._service, answer.submit.options, job),
+            "generation_settings": generation_settings(self._service, answer.submit.options, answer.submit.grammar),
             "prompt": job.prompt,
             "has_new_line": "\n" in text,
             "truncated": done.event.finish_reason == "length" and done.held + 1 >= self._service.n_ctx,
@@ -217,7 +217,7 @@ async def encode_prompt(service: Service, prompt: Prompt) -> tuple[tuple[int, ..
     return tuple(ids), service.tokenizer.decode(ids)
 
 
-def generation_settings(service: Service, options: SamplingOptions, job: Job | None = None) -> dict[str, object]:
+def generation_settings(service: Service, options: SamplingOptions, grammar: str | None = None) -> dict[str, object]:
     """llama.cpp's names for how an answer is drawn."""
     most = -1 if options.max_tokens is None else options.max_tokens
     ready = service.process.ready
@@ -238,7 +238,7 @@ def generation_settings(service: Service, options: SamplingOptions, job: Job | N
         "ignore_eos": options.ignore_eos,
         "n_probs": options.logprobs or 0,
         "logit_bias": [[token, bias if bias != float("-inf") else False] for token, bias in options.logit_bias.items()],
-        "grammar": "" if job is None or job.grammar is None else job.grammar,
+        "grammar": grammar or "",
         "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
         "speculative.n_max": (ready.max_width - 1 if ready is not None else 0)
         if options.width is None

@@ -240,12 +240,16 @@ def _slot(service: Service, state: SlotState) -> dict[str, object]:
         "n_held": state.held,
     }
     if state.request is not None:
+        submit = service.process.submitted(state.request)
         result |= {
             "id_task": state.request,
             "n_prompt_tokens": state.prompt_tokens,
             "n_prompt_tokens_processed": state.processed,
             "n_prompt_tokens_cache": state.cached,
-            "params": {"speculative.types": "dflash" if state.speculative else "none"},
+            "params": {
+                **({} if submit is None else generation_settings(service, submit.options, submit.grammar)),
+                "speculative.types": "dflash" if state.speculative else "none",
+            },
             "next_token": [
                 {"has_next_token": True, "n_remain": state.remaining, "n_decoded": state.emitted},
             ],

@@ -186,6 +186,11 @@ class EngineProcess:
         self._send(answer.submit)
         return answer
 
+    def submitted(self, request: int) -> Submit | None:
+        """The request with this id, while it runs or waits."""
+        answer = self._answers.get(request)
+        return None if answer is None else answer.submit
+
     def cancel(self, answer: Answer) -> None:
         """End a request; the engine's last word on it is still awaited, for the books."""
         if self._answers.get(answer.submit.id) is answer:

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.http import Stream
 
 import pydflash
 
@@ -375,6 +376,19 @@ def test_properties_models_and_slots(http: httpx.Client) -> None:
     assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
     assert all(slot["speculative"] is True and slot["n_ctx"] == 1024 for slot in slots)
     assert http.get("/slots?fail_on_no_slot=1").status_code == 200
+
+
+def test_slots_tell_how_a_running_answer_is_drawn(http: httpx.Client) -> None:
+    drawn: dict[str, object] = {"temperature": 0.75, "top_k": 7, "seed": 11, "n_predict": 800, "ignore_eos": True}
+    stream = Stream(str(http.base_url), **drawn, stop=["never so"], stream=True)
+    try:
+        stream.read_some()
+        [slot] = [slot for slot in http.get("/slots").json() if slot["is_processing"]]
+    finally:
+        stream.close()
+    assert drawn.items() <= slot["params"].items()
+    assert (slot["params"]["stop"], slot["params"]["grammar"]) == (["never so"], "")
+    assert slot["params"]["speculative.types"] == "dflash"
 
 
 def test_slots_are_erased_but_not_saved_without_a_folder(http: httpx.Client) -> None:
